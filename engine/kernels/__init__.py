@@ -1,0 +1,1 @@
+"""Every compiled function of the engine, and nothing else."""

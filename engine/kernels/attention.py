@@ -1,0 +1,231 @@
+"""Attention over cached rows, for a whole group of query heads at once.
+
+A row of K or V holds all of a token's key heads. Both forms cut the rows into chunks of 64 at
+fixed absolute positions and take the chunks in order, so a query's result depends on itself and
+the rows before it, never on how work was shared or what else was in the step. Masking is by loop
+bounds. The softmax is the streaming one (Milakov & Gimelshein 2018): a chunk gives its largest
+score, its sum of exponentials and its weighted sum of values, and chunks merge by rescaling.
+
+`prompt_attention` is for tokens of the prompt, many queries at a time; `decode_attention` and
+`merge_chunks` are for a generated token. Queries come divided by sqrt(head_dim).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kernels.jit import inlined, kernel
+from engine.kernels.simd import (
+    LANES,
+    TILE_TOKENS,
+    exp,
+    first_lanes,
+    fma,
+    lane_max,
+    lane_sum,
+    largest,
+    load,
+    splat,
+    store,
+    tile_dot,
+    tile_store,
+    tile_zero,
+)
+from engine.kernels.team import share
+
+CHUNK = 64  # rows of a chunk
+BLOCK = 192  # queries that share a packed chunk of K: packing is then 5% of their work
+LOWEST = np.float32(-3.0e38)
+
+
+class Heads(NamedTuple):
+    """n_heads query heads, in groups that share one of n_kv_heads key heads."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+
+@inlined
+def softmax_chunk(scores, at, seen, peak):
+    """scores[at : at + seen] become exponentials relative to the largest of them and `peak`.
+
+    The rest of the chunk becomes 0. Returns (largest, sum of the exponentials).
+    """
+    top = splat(peak)
+    for i in range(0, seen, LANES):
+        top = largest(top, first_lanes(load(scores, at + i), seen - i, LOWEST))
+    peak = lane_max(top)
+    total = splat(np.float32(0.0))
+    for i in range(0, CHUNK, LANES):
+        part = first_lanes(exp(load(scores, at + i) - peak), seen - i, np.float32(0.0))
+        store(scores, at + i, part)
+        total = total + part
+    return peak, lane_sum(total)
+
+
+# ---------------------------------------------------------------- a generated token
+
+
+def parts_size(n_rows: int, n_heads: int, head_dim: int) -> int:
+    """Floats that `decode_attention` needs for what a token's chunks gather."""
+    return -(-n_rows // CHUNK) * n_heads * (head_dim + 2)
+
+
+@kernel
+def decode_attention(parts, q, k, v, n_rows, heads, work, work_at, me):
+    """This rank's chunks of softmax(q k^T) v for one token, unmerged.
+
+    q: (n_heads, head_dim). k, v: (n_rows, n_kv_heads * head_dim), streamed whole, row by row, since
+    a row is a page and the prefetcher stops at pages. `work` has room for (n_heads, 64) from
+    `work_at`. parts: a chunk has (n_heads, head_dim) values, n_heads largest scores, n_heads sums.
+    """
+    n_heads, n_kv_heads, head_dim = heads
+    kv_dim, group = n_kv_heads * head_dim, n_heads // n_kv_heads
+    pair = 2 - group % 2  # heads of a group whose sums are gathered together
+    first, last = share((n_rows + CHUNK - 1) // CHUNK, me)
+    for chunk in range(first, last):
+        start = chunk * CHUNK
+        n = min(CHUNK, n_rows - start)
+        for j in range(n):
+            for kv_head in range(n_kv_heads):
+                k_at = (start + j) * kv_dim + kv_head * head_dim
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    dot = splat(np.float32(0.0))
+                    for i in range(0, head_dim, LANES):
+                        dot = fma(load(q, head * head_dim + i), load(k, k_at + i), dot)
+                    work[work_at + head * CHUNK + j] = lane_sum(dot)
+
+        values = chunk * n_heads * (head_dim + 2)
+        peaks = values + n_heads * head_dim
+        for i in range(values, peaks):
+            parts[i] = np.float32(0.0)
+        for head in range(n_heads):
+            peak, total = softmax_chunk(work, work_at + head * CHUNK, n, LOWEST)
+            parts[peaks + head], parts[peaks + n_heads + head] = peak, total
+
+        for j in range(0, n, 4):  # four rows at a time: a sum is loaded and stored once for four
+            rows = min(4, n - j)
+            for head in range(0, n_heads, pair):
+                v_at = (start + j) * kv_dim + head // group * head_dim
+                p_at = work_at + head * CHUNK + j
+                for i in range(0, head_dim, LANES):
+                    total = tile_zero(1, 2)
+                    total = tile_dot(total, v, v_at + i, kv_dim, 0, work, p_at, CHUNK, pair, rows)
+                    to = values + head * head_dim + i
+                    tile_store(parts, to, head_dim, pair, total, True)
+
+
+@kernel
+def merge_chunks(out, parts, n_rows, heads, me):
+    """out = the chunks of `decode_attention` merged in order, for this rank's heads."""
+    n_heads, _, head_dim = heads
+    size = n_heads * (head_dim + 2)
+    n_chunks = (n_rows + CHUNK - 1) // CHUNK
+    first, last = share(n_heads, me)
+    for head in range(first, last):
+        at, peak_at = head * head_dim, n_heads * head_dim + head
+        peak, total = LOWEST, np.float32(0.0)
+        for i in range(at, at + head_dim):
+            out[i] = np.float32(0.0)
+        for chunk in range(n_chunks):
+            peak = max(peak, parts[chunk * size + peak_at])
+        for chunk in range(n_chunks):
+            part = chunk * size
+            scale = lane_max(exp(splat(parts[part + peak_at] - peak)))
+            total += scale * parts[part + peak_at + n_heads]
+            for i in range(at, at + head_dim, LANES):
+                store(out, i, fma(load(parts, part + i), scale, load(out, i)))
+        for i in range(at, at + head_dim, LANES):
+            store(out, i, load(out, i) / total)
+
+
+# ---------------------------------------------------------------- tokens of the prompt
+
+
+def prompt_work_size(head_dim: int) -> int:
+    """Floats of working memory that a rank needs for `prompt_attention`."""
+    return BLOCK * (2 * head_dim + CHUNK + 2) + CHUNK * head_dim
+
+
+@kernel
+def prompt_attention(out, q, k, v, start, n_tokens, heads, work, work_at, me):
+    """out[t] = softmax(q[t] k^T) v over rows 0 to start + t, for this rank's queries.
+
+    q, out: (n_tokens, n_heads, head_dim). k, v: (start + n_tokens, n_kv_heads * head_dim).
+    `work` has room for `prompt_work_size(head_dim)` from `work_at`.
+    The queries of one key head are numbered t * group + head, and taken in blocks.
+    """
+    n_queries = n_tokens * (heads.n_heads // heads.n_kv_heads)
+    n_blocks = (n_queries + BLOCK - 1) // BLOCK
+    for item in range(me.rank, n_blocks * heads.n_kv_heads, me.ranks):
+        kv_head, first = item % heads.n_kv_heads, item // heads.n_kv_heads * BLOCK
+        n = min(BLOCK, n_queries - first)
+        query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at)
+
+
+@kernel
+def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
+    """Queries first to first + n of one key head against all rows that they see."""
+    n_heads, n_kv_heads, head_dim = heads
+    kv_dim, group = n_kv_heads * head_dim, n_heads // n_kv_heads
+    queries = work_at  # (BLOCK, head_dim)
+    sums = queries + BLOCK * head_dim  # (BLOCK, head_dim) weighted sums of values
+    scores = sums + BLOCK * head_dim  # (BLOCK, CHUNK)
+    peaks = scores + BLOCK * CHUNK  # (BLOCK,) largest scores
+    totals = peaks + BLOCK  # (BLOCK,) sums of exponentials
+    keys = totals + BLOCK  # (CHUNK, head_dim) packed as weights are
+
+    for r in range(n):
+        token, head = (first + r) // group, kv_head * group + (first + r) % group
+        at = (token * n_heads + head) * head_dim
+        for i in range(head_dim):
+            work[queries + r * head_dim + i] = q[at + i]
+            work[sums + r * head_dim + i] = np.float32(0.0)
+        work[peaks + r], work[totals + r] = LOWEST, np.float32(0.0)
+
+    n_rows = start + (first + n - 1) // group + 1  # that the block's last query sees
+    for row in range(0, n_rows, CHUNK):
+        at = row * kv_dim + kv_head * head_dim
+        pack_keys(work, keys, k, at, kv_dim, min(CHUNK, n_rows - row), head_dim)
+        for r in range(0, n, TILE_TOKENS):
+            valid = min(TILE_TOKENS, n - r)
+            seen = min(CHUNK, start + (first + r + valid - 1) // group + 1 - row)
+            q_at, p_at, sums_at = queries + r * head_dim, scores + r * CHUNK, sums + r * head_dim
+
+            for j in range(0, seen, LANES):
+                total = tile_zero(1, TILE_TOKENS)
+                w_at = keys + j * head_dim
+                total = tile_dot(total, work, w_at, LANES, 0, work, q_at, head_dim, valid, head_dim)
+                tile_store(work, p_at + j, CHUNK, valid, total, False)
+
+            for i in range(valid if seen > 0 else 0):
+                own = min(CHUNK, start + (first + r + i) // group + 1 - row)
+                old, peak_at, total_at = work[peaks + r + i], peaks + r + i, totals + r + i
+                peak, total_p = softmax_chunk(work, p_at + i * CHUNK, own, old)
+                scale = lane_max(exp(splat(old - peak)))
+                work[peak_at], work[total_at] = peak, work[total_at] * scale + total_p
+                for d in range(sums_at + i * head_dim, sums_at + (i + 1) * head_dim, LANES):
+                    store(work, d, load(work, d) * scale)
+
+            for d in range(0, head_dim if seen > 0 else 0, LANES):
+                total = tile_zero(1, TILE_TOKENS)
+                total = tile_dot(total, v, at + d, kv_dim, 0, work, p_at, CHUNK, valid, seen)
+                tile_store(work, sums_at + d, head_dim, valid, total, True)
+
+    for r in range(n):
+        token, head = (first + r) // group, kv_head * group + (first + r) % group
+        at = (token * n_heads + head) * head_dim
+        for i in range(0, head_dim, LANES):
+            store(out, at + i, load(work, sums + r * head_dim + i) / work[totals + r])
+
+
+@inlined
+def pack_keys(work, to, k, at, kv_dim, n_keys, head_dim):
+    """Keys of one head, (n_keys, head_dim) with rows from k[at] on, packed as weights are."""
+    for j in range(n_keys):
+        first = to + j // LANES * head_dim * LANES + j % LANES
+        for i in range(head_dim):
+            work[first + i * LANES] = k[at + j * kv_dim + i]

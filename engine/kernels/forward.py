@@ -1,0 +1,192 @@
+"""The forward pass of Qwen3 (Yang et al. 2025), one compiled step for prefill and decode alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from engine.kernels.attention import Heads, decode_attention, merge_chunks, prompt_attention
+from engine.kernels.jit import inlined, kernel
+from engine.kernels.matmul import Rows, matmul, of_layer, padded
+from engine.kernels.rmsnorm import rmsnorm, rmsnorm_rows
+from engine.kernels.rope import rotate
+from engine.kernels.simd import LANES, exp, load, store, widen
+from engine.kernels.team import barrier, share
+
+
+class Sizes(NamedTuple):
+    """The sizes of a model that kernels read (see config.py)."""
+
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+
+
+class Weights(NamedTuple):
+    """A model's weights, each flat, layers one after the other; matrices packed (see matmul.py)."""
+
+    embedding: np.ndarray  # (vocab_size, dim)
+    head: np.ndarray  # (vocab_size, dim); the embedding itself where they are tied
+    wq: np.ndarray  # (n_layers, q_dim, dim)
+    wk: np.ndarray  # (n_layers, kv_dim, dim)
+    wv: np.ndarray  # (n_layers, kv_dim, dim)
+    wo: np.ndarray  # (n_layers, dim, q_dim)
+    w_gate: np.ndarray  # (n_layers, hidden_dim, dim)
+    w_up: np.ndarray  # (n_layers, hidden_dim, dim)
+    w_down: np.ndarray  # (n_layers, dim, hidden_dim)
+    attention_norm: np.ndarray  # (n_layers, dim_padded) float32, as all norms
+    mlp_norm: np.ndarray  # (n_layers, dim_padded)
+    final_norm: np.ndarray  # (dim_padded,)
+    q_norm: np.ndarray  # (n_layers, head_dim)
+    k_norm: np.ndarray  # (n_layers, head_dim)
+
+
+class Scratch(NamedTuple):
+    """What a step works in, for up to T tokens; flat float32."""
+
+    x: np.ndarray  # (T, dim_padded) the residual stream
+    h: np.ndarray  # (T, dim_padded) normed
+    q: np.ndarray  # (T, n_heads, head_dim)
+    attended: np.ndarray  # (T, n_heads, head_dim)
+    gate: np.ndarray  # (T, hidden_padded)
+    up: np.ndarray  # (T, hidden_padded)
+    parts: np.ndarray  # what a generated token's chunks gather (see attention.py)
+    work: np.ndarray  # (ranks, work_size) each rank's own
+
+
+@intrinsic
+def float_pointer(tc, address):
+    result = types.CPointer(types.float32)
+
+    def build(ctx, b, sig, args):
+        return b.inttoptr(args[0], ir.FloatType().as_pointer())
+
+    return result(types.uint64), build
+
+
+@kernel
+def step(me, sizes, weights, rope, kv, capacity, ids, start, is_prompt, s, logits):
+    """One forward of the tokens `ids` at positions start, start + 1, ..., as rank `me` of a team.
+
+    rope: the table of rope.py. kv: (n_layers, 2) addresses of K and V, each with room for
+    `capacity` rows, the first `start` of them filled; the step writes the tokens' own behind them.
+    Tokens of the prompt (`is_prompt`) are many, a generated one is alone. s: Scratch.
+    logits: (m, padded vocab_size), receives those of the last m tokens.
+    """
+    n, dim, hidden_dim, eps = len(ids), sizes.dim, sizes.hidden_dim, sizes.norm_eps
+    heads = Heads(sizes.n_heads, sizes.n_kv_heads, sizes.head_dim)
+    q_dim, kv_dim = heads.n_heads * heads.head_dim, heads.n_kv_heads * heads.head_dim
+    row, hidden_row = padded(dim), padded(hidden_dim)
+    x, h, q = Rows(s.x, 0, row), Rows(s.h, 0, row), Rows(s.q, 0, q_dim)
+    attended, gate, up = (
+        Rows(s.attended, 0, q_dim),
+        Rows(s.gate, 0, hidden_row),
+        Rows(s.up, 0, hidden_row),
+    )
+    first, last = share(n, me)  # this rank's tokens, where an operation is shared by tokens
+    work_at = me.rank * (len(s.work) // me.ranks)
+
+    for t in range(first, last):
+        embed(s.x, t * row, weights.embedding, ids[t], dim)
+
+    for layer in range(sizes.n_layers):
+        k_cache = carray(float_pointer(kv[layer, 0]), (capacity * kv_dim,))
+        v_cache = carray(float_pointer(kv[layer, 1]), (capacity * kv_dim,))
+        k, v = Rows(k_cache, start * kv_dim, kv_dim), Rows(v_cache, start * kv_dim, kv_dim)
+
+        # h = norm(x); q, k, v = wq h, wk h, wv h, with k and v written into their cache rows
+        rmsnorm_rows(s.h, s.x, 0, weights.attention_norm, layer * row, dim, row, eps, first, last)
+        barrier(me)
+        matmul(q, of_layer(weights.wq, layer, q_dim, dim), h, n, False, me)
+        matmul(k, of_layer(weights.wk, layer, kv_dim, dim), h, n, False, me)
+        matmul(v, of_layer(weights.wv, layer, kv_dim, dim), h, n, False, me)
+        barrier(me)
+
+        # every head of q and k normed and turned to its position, q divided by sqrt(head_dim)
+        norm_and_rotate(q, weights.q_norm, layer, heads.n_heads, heads, eps, rope, start, n, me)
+        norm_and_rotate(k, weights.k_norm, layer, heads.n_kv_heads, heads, eps, rope, start, n, me)
+        divide(q, heads, n, me)
+        barrier(me)
+
+        # x += wo attention(q, all rows of k and v so far, the tokens' own included)
+        if is_prompt:
+            prompt_attention(
+                s.attended, s.q, k_cache, v_cache, start, n, heads, s.work, work_at, me
+            )
+        else:
+            decode_attention(s.parts, s.q, k_cache, v_cache, start + 1, heads, s.work, work_at, me)
+            barrier(me)
+            merge_chunks(s.attended, s.parts, start + 1, heads, me)
+        barrier(me)
+        matmul(x, of_layer(weights.wo, layer, dim, q_dim), attended, n, True, me)
+        barrier(me)
+
+        # x += w_down (silu(w_gate h) * w_up h), h = norm(x)
+        rmsnorm_rows(s.h, s.x, 0, weights.mlp_norm, layer * row, dim, row, eps, first, last)
+        barrier(me)
+        matmul(gate, of_layer(weights.w_gate, layer, hidden_dim, dim), h, n, False, me)
+        matmul(up, of_layer(weights.w_up, layer, hidden_dim, dim), h, n, False, me)
+        swiglu(s.gate, s.up, hidden_row, n, me)
+        barrier(me)
+        matmul(x, of_layer(weights.w_down, layer, dim, hidden_dim), gate, n, True, me)
+        barrier(me)
+
+    # logits = head norm(x), of the last tokens
+    n_logits = len(logits)
+    last_row = (n - n_logits) * row
+    first, last = share(n_logits, me)
+    rmsnorm_rows(s.h, s.x, last_row, weights.final_norm, 0, dim, row, eps, first, last)
+    barrier(me)
+    head = of_layer(weights.head, 0, sizes.vocab_size, dim)
+    out = Rows(logits.reshape(logits.size), 0, logits.shape[1])
+    matmul(out, head, Rows(s.h, last_row, row), n_logits, False, me)
+    barrier(me)
+
+
+@inlined
+def embed(x, at, embedding, token, dim):
+    """x[at : at + padded dim] = row `token` of the packed (vocab_size, dim) embedding."""
+    first = token // LANES * dim * LANES + token % LANES
+    for i in range(dim):
+        x[at + i] = widen(embedding[first + i * LANES])
+    for i in range(dim, padded(dim)):
+        x[at + i] = np.float32(0.0)
+
+
+@inlined
+def norm_and_rotate(x, weight, layer, n_heads, heads, eps, rope, start, n, me):
+    """RMSNorm of each head of x, (n, n_heads, head_dim), then its rotary position."""
+    head_dim = heads.head_dim
+    first, last = share(n * n_heads, me)
+    for i in range(first, last):
+        at = x.at + i * head_dim
+        rmsnorm(x.data, at, x.data, at, weight, layer * head_dim, head_dim, head_dim, eps)
+        rotate(x.data, at, head_dim, rope, start + i // n_heads)
+
+
+@inlined
+def divide(q, heads, n, me):
+    """q = q / sqrt(head_dim), which attention leaves to its caller; shared as the heads are."""
+    scale = np.float32(1.0 / np.sqrt(heads.head_dim))
+    first, last = share(n * heads.n_heads, me)
+    for i in range(first * heads.head_dim, last * heads.head_dim):
+        q.data[i] *= scale
+
+
+@inlined
+def swiglu(gate, up, row, n, me):
+    """gate = gate / (1 + exp(-gate)) * up, in the columns whose products this rank computed."""
+    first, last = share(row // LANES, me)
+    for t in range(n):
+        for i in range(t * row + first * LANES, t * row + last * LANES, LANES):
+            g = load(gate, i)
+            store(gate, i, g / (exp(np.float32(0.0) - g) + np.float32(1.0)) * load(up, i))

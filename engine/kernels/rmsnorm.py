@@ -1,0 +1,31 @@
+"""RMSNorm (Zhang & Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.kernels.jit import inlined, kernel
+from engine.kernels.simd import LANES, fma, lane_sum, load, splat, store
+
+
+@inlined
+def rmsnorm(out, out_at, x, x_at, weight, weight_at, n, padded, eps):
+    """out[: padded] = x / sqrt(mean(x[:n]^2) + eps) * weight, from the given places.
+
+    `padded` is n rounded up to 16; x is zero between the two, so the sum may run over all.
+    """
+    squares = splat(np.float32(0.0))
+    for i in range(0, padded, LANES):
+        part = load(x, x_at + i)
+        squares = fma(part, part, squares)
+    mean = lane_sum(squares) / np.float32(n)
+    scale = np.float32(1.0) / np.sqrt(mean + np.float32(eps))
+    for i in range(0, padded, LANES):
+        store(out, out_at + i, load(x, x_at + i) * scale * load(weight, weight_at + i))
+
+
+@kernel
+def rmsnorm_rows(out, x, at, weight, weight_at, n, padded, eps, first, last):
+    """RMSNorm of rows first to last of the (…, padded) arrays that start at `at`."""
+    for row in range(at + first * padded, at + last * padded, padded):
+        rmsnorm(out, row, x, row, weight, weight_at, n, padded, eps)

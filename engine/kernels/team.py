@@ -1,0 +1,107 @@
+"""Ranks and the barrier where they meet.
+
+A step is one compiled call that N threads run at once, each as a rank with its own share of every
+operation. `flags` is an int64 array of `flags_size(ranks)`: how often ranks arrived, whether the
+team is broken, and how many barriers each rank has passed, each in a cache line of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.kernels.jit import inlined, kernel
+
+
+class Rank(NamedTuple):
+    """Which rank of how many, and the flags over which they meet."""
+
+    rank: int
+    ranks: int
+    flags: np.ndarray
+
+
+LINE = 8  # int64 in a cache line
+ARRIVED, BROKEN, PASSED = 0, LINE, 2 * LINE
+SPINS = 20_000  # about a millisecond; then the processor is given to whoever else needs it
+I64 = ir.IntType(64)
+
+
+def new_flags(ranks: int) -> np.ndarray:
+    """Flags of a team of `ranks` that has not met yet."""
+    return np.zeros((2 + ranks) * LINE, np.int64)
+
+
+def slot(ctx, b, array_type, array, at):
+    return b.gep(ctx.make_array(array_type)(ctx, b, array).data, [at])
+
+
+@intrinsic
+def arrive(tc, flags):
+    def build(ctx, b, sig, args):
+        b.atomic_rmw("add", slot(ctx, b, sig.args[0], args[0], I64(ARRIVED)), I64(1), "acq_rel")
+        return ctx.get_dummy_value()
+
+    return types.void(flags), build
+
+
+@intrinsic
+def read(tc, flags, at):
+    def build(ctx, b, sig, args):
+        return b.load_atomic(slot(ctx, b, sig.args[0], *args), "acquire", 8)
+
+    return types.int64(flags, types.intp), build
+
+
+def calls(symbol: str, result):
+    """Code that calls a C function without arguments."""
+
+    def build(ctx, b, sig, args):
+        function = ir.FunctionType(result, [])
+        b.call(cgutils.get_or_insert_function(b.module, function, symbol), [])
+        return ctx.get_dummy_value()
+
+    return build
+
+
+@intrinsic
+def give_way(tc):
+    """Let another thread have this processor."""
+    symbol = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
+    return types.void(), calls(symbol, ir.IntType(32))
+
+
+@kernel
+def barrier(me):
+    """Wait until every rank has come this far: a bounded spin, then yielding.
+
+    A rank that failed breaks the team (`break_team`), so that no other waits for it for ever.
+    """
+    if me.ranks == 1:
+        return
+    mine = PASSED + me.rank * LINE
+    me.flags[mine] += 1
+    wanted = me.flags[mine] * me.ranks
+    arrive(me.flags)
+    spins = 0
+    while read(me.flags, ARRIVED) < wanted and read(me.flags, BROKEN) == 0:
+        spins += 1
+        if spins > SPINS:
+            give_way()
+
+
+@inlined
+def share(n, me):
+    """The half-open range of `n` things that is this rank's."""
+    return n * me.rank // me.ranks, n * (me.rank + 1) // me.ranks
+
+
+def break_team(flags: np.ndarray) -> None:
+    """Release every rank that waits, now and from now on."""
+    flags[BROKEN] = 1

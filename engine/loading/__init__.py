@@ -1,0 +1,1 @@
+"""From a checkpoint's files to the arrays that kernels read."""

@@ -1,0 +1,166 @@
+"""Named tensors of a checkpoint -> the arrays that kernels read.
+
+Matrices are packed once, in parallel, from pieces of the mapped files that are let go as soon as
+they are packed: the checkpoint is never held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from tqdm import tqdm
+
+from engine import memory
+from engine.config import ModelConfig
+from engine.kernels.forward import Weights
+from engine.kernels.matmul import padded
+from engine.kernels.pack import pack_rows
+from engine.kernels.simd import LANES
+from engine.loading.checkpoint import Checkpoint
+
+KINDS = {"bf16": np.uint16, "f32": np.float32}  # how weights are kept -> their array's elements
+PIECE = 8 << 20  # bytes of a checkpoint that a thread maps at a time
+
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+LAYER = "model.layers.{}.{}.weight"
+MATRICES = {
+    "wq": "self_attn.q_proj",
+    "wk": "self_attn.k_proj",
+    "wv": "self_attn.v_proj",
+    "wo": "self_attn.o_proj",
+    "w_gate": "mlp.gate_proj",
+    "w_up": "mlp.up_proj",
+    "w_down": "mlp.down_proj",
+}
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+
+
+def layer_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a layer, by its field in Weights."""
+    return {
+        "wq": (c.q_dim, c.dim),
+        "wk": (c.kv_dim, c.dim),
+        "wv": (c.kv_dim, c.dim),
+        "wo": (c.dim, c.q_dim),
+        "w_gate": (c.hidden_dim, c.dim),
+        "w_up": (c.hidden_dim, c.dim),
+        "w_down": (c.dim, c.hidden_dim),
+        "attention_norm": (c.dim,),
+        "mlp_norm": (c.dim,),
+        "q_norm": (c.head_dim,),
+        "k_norm": (c.head_dim,),
+    }
+
+
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """ValueError unless the checkpoint holds exactly the tensors of `config`, in their shapes."""
+    shapes, names = layer_shapes(config), MATRICES | NORMS
+    table = (config.vocab_size, config.dim)
+    expected = {EMBEDDING: table, FINAL_NORM: (config.dim,)}
+    for layer in range(config.n_layers):
+        expected |= {LAYER.format(layer, name): shapes[field] for field, name in names.items()}
+    if config.tied:  # such a checkpoint may carry the head or leave it out
+        checkpoint.check(expected, optional={HEAD: table})
+    else:
+        checkpoint.check(expected | {HEAD: table}, optional={})
+
+
+def load_weights(checkpoint: Checkpoint, config: ModelConfig, kind: str, threads: int) -> Weights:
+    """All weights, matrices packed as `kind` ("bf16" or "f32"), norms as float32.
+
+    ValueError names what is missing, left over, mis-shaped or not finite. A float32 or float16
+    checkpoint is rounded to the nearest bf16 where that is asked for.
+    """
+    check_tensors(checkpoint, config)
+    shapes, n_layers, dtype = layer_shapes(config), config.n_layers, KINDS[kind]
+    matrices = []  # (tensor's name, array it is packed into, where in it)
+
+    def room(count: int, n: int, k: int, names: Iterator[str]) -> np.ndarray:
+        size = padded(n) * k
+        array = memory.empty(count * size, dtype)
+        matrices.extend((name, array, i * size) for i, name in enumerate(names))
+        return array
+
+    def layers(name: str) -> Iterator[str]:
+        return (LAYER.format(layer, name) for layer in range(n_layers))
+
+    fields = {"embedding": room(1, config.vocab_size, config.dim, iter([EMBEDDING]))}
+    fields["head"] = fields["embedding"]
+    if not config.tied:
+        fields["head"] = room(1, config.vocab_size, config.dim, iter([HEAD]))
+    for field, name in MATRICES.items():
+        fields[field] = room(n_layers, *shapes[field], layers(name))
+    for field, name in NORMS.items():
+        fields[field] = load_norms(checkpoint, layers(name), n_layers, *shapes[field])
+    fields["final_norm"] = load_norms(checkpoint, iter([FINAL_NORM]), 1, config.dim)
+    pack_all(checkpoint, matrices, threads)
+    return Weights(**fields)
+
+
+def load_norms(checkpoint: Checkpoint, names: Iterator[str], count: int, width: int) -> np.ndarray:
+    """(count, width padded with zeros) float32, flat."""
+    norms = np.zeros((count, padded(width)), np.float32)
+    for row, name in zip(norms, names, strict=True):
+        row[:width] = as_float32(checkpoint.rows(name, 0, width))
+        if not np.isfinite(row).all():
+            raise ValueError(f"{name}: holds a value that is not finite")
+    return norms.ravel()
+
+
+def pack_all(checkpoint: Checkpoint, matrices: list, threads: int) -> None:
+    """Pack every (name, array, at), a piece a task; a bar on a terminal shows the bytes done."""
+
+    def pack(name: str, array: np.ndarray, at: int, start: int, stop: int) -> int:
+        rows = checkpoint.rows(name, start, stop)
+        if not pack_rows(array, at + start * rows.shape[1], packable(rows)):
+            raise ValueError(f"{name}: rows {start} to {stop} hold a weight that is not finite")
+        return rows.nbytes
+
+    tasks = []
+    for name, array, at in matrices:
+        n, k = checkpoint.tensors[name].shape
+        height = max(PIECE // (4 * k) // LANES, 1) * LANES
+        tasks += [(name, array, at, i, min(i + height, n)) for i in range(0, n, height)]
+    tensors = [checkpoint.tensors[name] for name, _, _ in matrices]
+    total = sum(t.stop - t.start for t in tensors)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=None, leave=False)
+    with bar, ThreadPoolExecutor(threads) as pool:
+        try:
+            for done in pool.map(lambda task: pack(*task), tasks):
+                bar.update(done)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def packable(rows: np.ndarray) -> np.ndarray:
+    """Rows as pack_rows reads them: float32 or bfloat16, and read-only, which is a type of its own."""
+    if rows.dtype == np.float16:
+        rows = rows.astype(np.float32)
+        rows.flags.writeable = False
+    return rows
+
+
+def as_float32(stored: np.ndarray) -> np.ndarray:
+    """A stored tensor's values, bfloat16 (as uint16), float16 or float32, as float32."""
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
+
+
+def load_float32(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Every tensor by its name in float32, unpacked: what reference.py reads."""
+    check_tensors(checkpoint, config)
+    names = [name for name in checkpoint.tensors if not (config.tied and name == HEAD)]
+    found = {name: as_float32(checkpoint.rows(name, 0, checkpoint.tensors[name].shape[0])) for name in names}
+    for name, array in found.items():
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name}: holds a value that is not finite")
+    return found | ({HEAD: found[EMBEDDING]} if config.tied else {})

@@ -1,0 +1,137 @@
+"""SimdModel: weights, scratch and a team of threads, and one step of them at a time.
+
+It speaks token ids and rows of a cache; it knows no text, no sampling and no request.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numba
+import numpy as np
+
+from engine import memory
+from engine.cache import BasicKvCache
+from engine.config import ModelConfig
+from engine.kernels.attention import CHUNK, parts_size, prompt_work_size
+from engine.kernels.forward import Scratch, Sizes, Weights, step
+from engine.kernels.matmul import padded
+from engine.kernels.rope import rope_table
+from engine.kernels.team import Rank, break_team, new_flags
+
+
+class SimdModel:
+    """A model whose forward pass is the compiled step of kernels/forward.py."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, threads: int, max_tokens: int):
+        """`max_tokens` is the most that one step takes."""
+        c = config
+        self.config, self.weights, self.threads = c, weights, threads
+        self.max_tokens = max_tokens
+        self.sizes = Sizes(
+            c.dim,
+            c.hidden_dim,
+            c.n_layers,
+            c.n_heads,
+            c.n_kv_heads,
+            c.head_dim,
+            c.vocab_size,
+            c.norm_eps,
+        )
+        per_rank = max(prompt_work_size(c.head_dim), c.n_heads * CHUNK)
+        widths = {
+            "x": padded(c.dim),
+            "h": padded(c.dim),
+            "q": c.q_dim,
+            "attended": c.q_dim,
+            "gate": padded(c.hidden_dim),
+            "up": padded(c.hidden_dim),
+        }
+        self.scratch = Scratch(
+            **{name: memory.zeros(max_tokens * width) for name, width in widths.items()},
+            parts=memory.zeros(0),
+            work=memory.zeros(threads * per_rank),
+        )
+        self.rope = np.zeros(0, np.float32)
+        self.team = Team(threads)
+        self._lock = threading.Lock()  # scratch and team serve one step at a time
+        self._pid = os.getpid()
+
+    def new_logits(self, n: int) -> np.ndarray:
+        """Room for the logits of `n` tokens: (n, vocab_size padded to 16) float32."""
+        width = padded(self.config.vocab_size)
+        return memory.zeros(n * width).reshape(n, width)
+
+    def forward(
+        self, ids: np.ndarray, cache: BasicKvCache, is_prompt: bool, logits: np.ndarray
+    ) -> None:
+        """Run `ids`, (T,) int64, behind the rows of `cache`, and append their rows to it.
+
+        `logits`, of `new_logits`, receives those of the last len(logits) tokens. If the step
+        fails, the cache is as it was.
+        """
+        assert 0 < len(ids) <= self.max_tokens and len(logits) <= len(ids), (len(ids), len(logits))
+        assert is_prompt or len(ids) == 1, "generated tokens come one at a time"
+        assert 0 <= ids.min() and ids.max() < self.config.vocab_size, "id outside the vocabulary"
+        if os.getpid() != self._pid:  # a fork copies the lock, held or not, and no threads
+            self._lock, self.team, self._pid = threading.Lock(), Team(self.threads), os.getpid()
+        with self._lock:
+            cache.reserve(len(ids))
+            self._make_room(cache.capacity)
+            self.team.run(step, *self._arguments(ids, cache, is_prompt, logits))
+            cache.commit(len(ids))
+
+    def compile(self) -> None:
+        """Load or compile the step, prefill and decode alike, without running it."""
+        cache = BasicKvCache(self.config.n_layers, self.config.kv_dim)
+        arguments = self._arguments(np.zeros(1, np.int64), cache, True, self.new_logits(1))
+        types = map(numba.typeof, (Rank(0, 1, self.team.flags), *arguments))
+        step.compile(tuple(types))
+
+    def _arguments(self, ids, cache, is_prompt, logits) -> tuple:
+        kv, start = (cache.addresses, cache.capacity), cache.seq_len(0)
+        return self.sizes, self.weights, self.rope, *kv, ids, start, is_prompt, self.scratch, logits
+
+    def _make_room(self, n_rows: int) -> None:
+        """Tables and scratch for a cache of `n_rows`; they follow its doublings."""
+        c = self.config
+        if len(self.rope) < n_rows * c.head_dim:
+            self.rope = rope_table(c.head_dim, c.rope_theta, n_rows).ravel()
+        size = parts_size(n_rows, c.n_heads, c.head_dim)
+        if len(self.scratch.parts) < size:
+            self.scratch = self.scratch._replace(parts=memory.zeros(size))
+
+
+class Team:
+    """Threads that run one compiled function together, each as a rank. The caller is rank 0."""
+
+    def __init__(self, ranks: int):
+        self.ranks, self.flags = ranks, new_flags(ranks)
+        self._pool = ThreadPoolExecutor(max(ranks - 1, 1), thread_name_prefix="rank")
+
+    def run(self, function, *args) -> None:
+        """function(rank, *args) on every rank; returns when all are done, raises what one raised.
+
+        Whatever happens to one rank, an interrupt included, no other is left waiting for it.
+        """
+        others: list[Future] = []
+        try:
+            for rank in range(1, self.ranks):
+                others.append(self._pool.submit(self._run_rank, rank, function, args))
+            function(Rank(0, self.ranks, self.flags), *args)
+        except BaseException:
+            break_team(self.flags)
+            wait(others)
+            self.flags = new_flags(self.ranks)
+            raise
+        for other in others:
+            other.result()
+
+    def _run_rank(self, rank: int, function, args) -> None:
+        try:
+            function(Rank(rank, self.ranks, self.flags), *args)
+        except BaseException:
+            break_team(self.flags)
+            raise
