@@ -280,7 +280,7 @@ JSON = st.recursive(
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(dtype=JSON | st.just("F32"), shape=JSON | st.just([2]), offsets=JSON | st.just([0, 8]))
 def test_any_values(tmp_path, dtype, shape, offsets):

@@ -35,7 +35,7 @@ class BasicKvCache:
         n = len(k)
         if k.shape != (n, self.kv_dim) or v.shape != k.shape:
             raise ValueError(
-                f"set_prefill: k is {k.shape} and v {v.shape}; both (rows, {self.kv_dim}) are needed"
+                f"set_prefill: k is {k.shape}, v {v.shape}; (rows, {self.kv_dim}) is needed"
             )
         self._rows[layer] = 0
         self._make_room(layer, n + KV_HEADROOM_ROWS)

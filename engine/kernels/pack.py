@@ -14,7 +14,7 @@ I16, I32 = ir.IntType(16), ir.IntType(32)
 
 @intrinsic
 def narrow(tc, value, like):
-    """A float32 as an element of the array `like`: itself, or the nearest bfloat16, ties to even."""
+    """A float32 as an element of `like`: itself, or the nearest bfloat16, ties to even."""
 
     def build(ctx, b, sig, args):
         if sig.return_type == types.float32:

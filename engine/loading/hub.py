@@ -21,7 +21,6 @@ SMALL_FILES = (
     INDEX,
 )
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)  # owner/name@revision
-TIMEOUT = 10  # seconds for the hub's first answer
 
 # The library's errors, by class: its own messages run over many lines, with links and request ids.
 WHY = {
@@ -48,7 +47,7 @@ def resolve(model: str | os.PathLike) -> Path:
     if os.path.exists(asked):
         raise ValueError(f"model {asked!r} is a file; a checkpoint's directory is needed")
     hub_id = HUB_ID.fullmatch(asked)
-    if hub_id is None or ".." in asked:
+    if hub_id is None or ".." in asked or "--" in hub_id[1]:
         raise ValueError(f"model {asked!r} is no directory, and no hub id (owner/name)")
     return fetch(asked, hub_id[1], hub_id[2] or "main")
 
@@ -56,22 +55,25 @@ def resolve(model: str | os.PathLike) -> Path:
 def fetch(asked: str, name: str, revision: str) -> Path:
     """The snapshot of a hub model in the cache, completed from the network if there is one."""
     # Imported here alone: it takes 0.4 s, which a model on disk should not wait for.
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, constants, hf_hub_download
 
     offline = ""  # why, if so
     try:
         # Asked first, and once: without a network `hf_hub_download` retries for half a minute.
-        info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
+        timeout = constants.HF_HUB_ETAG_TIMEOUT
+        info = HfApi().model_info(name, revision=revision, timeout=timeout)
         listed = {file.rfilename for file in info.siblings or ()}
     except Exception as e:  # any: which errors its HTTP client raises differs between versions
         offline = reason(e, "no answer from the hub")
+
+    def refusal(what: object) -> ValueError:
+        return ValueError(f"model {asked!r}: {offline and offline + '; '}{what}")
 
     def get(file: str, revision: str) -> Path:
         try:
             local = hf_hub_download(name, file, revision=revision, local_files_only=bool(offline))
         except Exception as e:
-            why = f"{offline and offline + '; '}{file}: {reason(e, 'cannot be fetched')}"
-            raise ValueError(f"model {asked!r}: {why}") from None
+            raise refusal(f"{file}: {reason(e, 'cannot be fetched')}") from None
         return Path(local)
 
     # By the revision's own name, for the cache to note its commit; the rest by that commit.
@@ -84,10 +86,12 @@ def fetch(asked: str, name: str, revision: str) -> Path:
     if SINGLE in listed:
         weights = {SINGLE}
     elif INDEX in listed:
-        weights = set(read_index(folder / INDEX).values())
+        try:
+            weights = set(read_index(folder / INDEX).values())
+        except ValueError as e:
+            raise refusal(e) from None
     else:
-        where = f"its cached copy ({offline})" if offline else "it"
-        raise ValueError(f"model {asked!r}: {where} holds neither {SINGLE} nor {INDEX}")
+        raise refusal(f"{'its cached copy' if offline else 'it'} holds no {SINGLE} and no {INDEX}")
     for file in sorted(weights):  # last: a download that was interrupted lacks some of them
         get(file, folder.name)
     return folder
@@ -98,4 +102,5 @@ def reason(error: Exception, otherwise: str) -> str:
     for kind in type(error).__mro__:
         if kind.__name__ in WHY:
             return WHY[kind.__name__]
-    return f"{otherwise} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    text = re.sub(r"For more information check: \S+", "", str(error))
+    return f"{otherwise} ({type(error).__name__}: {' '.join(text.split())[:300]})"

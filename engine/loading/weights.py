@@ -141,7 +141,7 @@ def pack_all(checkpoint: Checkpoint, matrices: list, threads: int) -> None:
 
 
 def packable(rows: np.ndarray) -> np.ndarray:
-    """Rows as pack_rows reads them: float32 or bfloat16, and read-only, which is a type of its own."""
+    """Rows as pack_rows reads them: float32 or bfloat16, and read-only, a type of its own."""
     if rows.dtype == np.float16:
         rows = rows.astype(np.float32)
         rows.flags.writeable = False
@@ -159,7 +159,10 @@ def load_float32(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, np.nd
     """Every tensor by its name in float32, unpacked: what reference.py reads."""
     check_tensors(checkpoint, config)
     names = [name for name in checkpoint.tensors if not (config.tied and name == HEAD)]
-    found = {name: as_float32(checkpoint.rows(name, 0, checkpoint.tensors[name].shape[0])) for name in names}
+    found = {
+        name: as_float32(checkpoint.rows(name, 0, checkpoint.tensors[name].shape[0]))
+        for name in names
+    }
     for name, array in found.items():
         if not np.isfinite(array).all():
             raise ValueError(f"{name}: holds a value that is not finite")
