@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.kernels.matmul import padded
-from engine.kernels.sampling import draw, filtered
+from engine.kernels.sampling import sample
+from engine.kernels.simd import LANES
 
 GREEDY_BELOW = 1e-5  # temperatures under this one choose the largest logit, as 0 does
 
@@ -51,18 +51,17 @@ def check(name, value, kind, low, high, optional=False, above=False) -> None:
 
 
 class Sampler:
-    """Chooses the tokens of one request: a generator of its own, and room to work in."""
+    """Chooses the tokens of one request, with a generator of its own."""
 
     def __init__(self, params: SamplingParams, vocab_size: int):
         self.params = params
-        self._rng = np.random.default_rng(params.seed)
-        self._masses = np.zeros(padded(vocab_size), np.float32)
         self._vocab_size = vocab_size
+        self._rng = np.random.default_rng(params.seed)
 
     @classmethod
     def compile(cls) -> None:
-        """Load or compile the kernels that sampling needs."""
-        cls(SamplingParams(top_k=1, top_p=0.5, seed=0), 16)(np.zeros(16, np.float32))
+        """Load or compile the kernel that sampling needs."""
+        cls(SamplingParams(seed=0), LANES)(np.zeros(LANES, np.float32))
 
     def __call__(self, logits: np.ndarray) -> int:
         """A token for `logits`, (vocab_size padded to 16,) float32.
@@ -73,8 +72,6 @@ class Sampler:
         p, n = self.params, self._vocab_size
         if p.temperature < GREEDY_BELOW:
             return int(logits[:n].argmax())
+        top_k = min(p.top_k, n)
         temperature = np.float32(p.temperature)
-        total = filtered(
-            logits, self._masses, n, temperature, p.top_k, float(p.top_p), float(p.min_p)
-        )
-        return draw(self._masses, n, self._rng.random() * total)
+        return sample(logits, n, temperature, top_k, float(p.top_p), float(p.min_p), self._rng)

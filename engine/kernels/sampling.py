@@ -1,106 +1,132 @@
 """Logits -> a token id, without sorting the vocabulary.
 
-A cut ("the k largest", "the fewest that hold a share p") is found from a histogram of the logits:
-whole buckets are taken from the largest down, and only the bucket where the cut falls is sorted.
+Order the tokens by logit, the largest first (of equal ones the lowest id), and lay their masses
+e^((logit - largest) / temperature) on a line. top_p and min_p each keep a first stretch of that
+line. So draw a point of the whole line: a token that lies in both stretches is the answer. If it
+does not, all that comes behind it is out as well: draw again from the line before it. That is a
+uniform draw from what the filters keep, and needs no order, only the mass before one token.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 
 from engine.kernels.jit import inlined, kernel
-from engine.kernels.simd import LANES, exp, first_lanes, lane_max, largest, load, splat, store
+from engine.kernels.simd import (
+    LANES,
+    V_F32,
+    exp,
+    f32x16,
+    first_lanes,
+    lane_index_below,
+    lane_max,
+    lane_sum,
+    load,
+    splatted,
+    store,
+)
 
-BUCKETS = 4096
 LOWEST = np.float32(-np.inf)
 
 
-@inlined
-def largest_of(x, n):
-    """The largest of x[:n]; x has room for whole vectors."""
-    top = splat(LOWEST)
-    for i in range(0, n, LANES):
-        top = largest(top, first_lanes(load(x, i), n - i, LOWEST))
-    return lane_max(top)
+@intrinsic
+def lanes_before(tc, mass, logit, bound, n):
+    """`mass` in lanes of a logit above `bound`, and in lanes below n of just that logit; else 0."""
+
+    def build(ctx, b, sig, args):
+        mass, logit, bound, n = args
+        bound = splatted(b, bound)
+        tie = b.and_(b.fcmp_ordered("==", logit, bound), lane_index_below(b, n))
+        keep = b.or_(b.fcmp_ordered(">", logit, bound), tie)
+        return b.select(keep, mass, V_F32(None))
+
+    return f32x16(f32x16, f32x16, types.float32, types.intp), build
 
 
 @kernel
-def cut(logits, masses, n, peak, target):
-    """Keep the tokens of largest logit until their masses reach `target`; the rest get mass 0.
-
-    Ties at the cut are kept from the lowest id on. Masses are 0 for tokens already cut.
-    """
-    low = peak
-    for i in range(n):
-        if masses[i] > 0:
-            low = min(low, logits[i])
-    scale = np.float32(BUCKETS - 1) / max(peak - low, np.float32(1e-30))
-    in_bucket = np.zeros(BUCKETS)
-    for i in range(n):
-        if masses[i] > 0:
-            in_bucket[int((peak - logits[i]) * scale)] += masses[i]
-    last, above = 0, 0.0  # the bucket of the cut, and the mass before it
-    while last < BUCKETS - 1 and above + in_bucket[last] < target:
-        above += in_bucket[last]
-        last += 1
-    count = 0
-    for i in range(n):
-        if masses[i] > 0:
-            bucket = int((peak - logits[i]) * scale)
-            if bucket > last:
-                masses[i] = 0
-            count += bucket == last
-    ids = np.empty(count, np.int64)
-    count = 0
-    for i in range(n):
-        if masses[i] > 0 and int((peak - logits[i]) * scale) == last:
-            ids[count] = i
-            count += 1
-    by_logit = np.argsort(-logits[ids], kind="mergesort")  # stable: ties stay in order of ids
-    for i in ids[by_logit]:
-        if above >= target:
-            masses[i] = 0
-        above += masses[i]
-
-
-@kernel
-def filtered(logits, masses, n, temperature, top_k, top_p, min_p):
-    """masses[i] = exp((logits[i] - largest) / temperature), 0 for what a filter takes out.
+def sample(logits, n, temperature, top_k, top_p, min_p, rng):
+    """A token of logits[:n], which has room for n padded to 16.
 
     The order is transformers': temperature, then top_k, top_p, min_p, each on what the one before
-    left. `masses` has room for n padded to 16. Returns their sum.
+    left. top_k keeps all tokens that tie with the k-th.
     """
-    peak = largest_of(logits, n)
-    for i in range(0, n, LANES):
-        store(masses, i, exp((load(logits, i) - peak) / temperature))
     if 0 < top_k < n:
-        kept = np.zeros(n, np.float32)
-        for i in range(n):
-            kept[i] = 1
-        cut(logits, kept, n, peak, np.float64(top_k))
-        for i in range(n):
-            masses[i] *= kept[i]
-    if top_p < 1:
-        total = 0.0
-        for i in range(n):
-            total += masses[i]
-        cut(logits, masses, n, peak, top_p * total)
-    total = 0.0
-    for i in range(n):
-        if masses[i] < min_p:  # the largest mass is 1
-            masses[i] = 0
-        total += masses[i]
-    return total
+        kept = largest_ids(logits, n, top_k)
+        few = np.zeros((len(kept) + LANES - 1) // LANES * LANES, np.float32)
+        for i in range(len(kept)):
+            few[i] = logits[kept[i]]
+        return kept[sample_all(few, len(kept), temperature, top_p, min_p, rng)]
+    return sample_all(logits, n, temperature, top_p, min_p, rng)
 
 
 @kernel
-def draw(masses, n, target):
-    """The first id at which the running sum of masses[:n] exceeds `target`."""
-    total, chosen = 0.0, 0
-    for i in range(n):
-        if masses[i] > 0:
-            chosen = i
-            total += masses[i]
+def largest_ids(logits, n, k):
+    """The ids of the k largest of logits[:n] and of what ties with the k-th, ascending."""
+    tops = np.empty((n + LANES - 1) // LANES, np.float32)  # the largest of each vector
+    for i in range(0, n, LANES):
+        tops[i // LANES] = lane_max(first_lanes(load(logits, i), n - i, LOWEST))
+    # Whatever the k-th largest of `tops` is, k logits at least are as large.
+    least = np.partition(tops, len(tops) - k)[len(tops) - k] if k <= len(tops) else LOWEST
+    ids, count = np.empty(n, np.int64), 0
+    for i in range(0, n, LANES):
+        if tops[i // LANES] >= least:
+            for j in range(i, min(i + LANES, n)):
+                ids[count] = j
+                count += logits[j] >= least
+    ids = ids[:count]
+    least = np.partition(logits[ids], count - k)[count - k]
+    return ids[logits[ids] >= least]
+
+
+@kernel
+def sample_all(logits, n, temperature, top_p, min_p, rng):
+    """`sample` without top_k."""
+    masses = np.empty((n + LANES - 1) // LANES * LANES, np.float32)
+    sums = np.empty(len(masses) // LANES, np.float32)  # of each vector of masses
+    peak = LOWEST
+    for i in range(0, n, LANES):
+        peak = max(peak, lane_max(first_lanes(load(logits, i), n - i, LOWEST)))
+    total = 0.0
+    for i in range(0, n, LANES):
+        mass = first_lanes(exp((load(logits, i) - peak) / temperature), n - i, np.float32(0.0))
+        store(masses, i, mass)
+        sums[i // LANES] = lane_sum(mass)
+        total += sums[i // LANES]
+    token = find(masses, sums, logits, LOWEST, 0, rng.random() * total)
+    before = total  # the mass that the line holds now
+    while top_p < 1 or min_p > 0:
+        bound = logits[token]
+        before = 0.0
+        for i in range(0, n, LANES):
+            mass = lane_sum(lanes_before(load(masses, i), load(logits, i), bound, token - i))
+            sums[i // LANES] = mass
+            before += mass
+        if before == 0 or (before < top_p * total and masses[token] >= min_p):
+            return token
+        token = find(masses, sums, logits, bound, token, rng.random() * before)
+    return token
+
+
+@inlined
+def find(masses, sums, logits, bound, last, target):
+    """The first id, in order of ids, at which the running sum of masses exceeds `target`.
+
+    Only tokens before `last`, whose logit is `bound`, count: `sums` holds their masses by vector.
+    """
+    total, i = 0.0, 0
+    chosen = 0
+    for vector in range(len(sums)):
+        if sums[vector] > 0:
+            i = vector
+            if total + sums[vector] > target:
+                break
+            total += sums[vector]
+    for j in range(i * LANES, (i + 1) * LANES):
+        if masses[j] > 0 and (logits[j] > bound or (logits[j] == bound and j < last)):
+            chosen = j
+            total += masses[j]
             if total > target:
                 break
     return chosen

@@ -195,14 +195,18 @@ def times_power_of_two(tc, x, n):
     return lanewise(scaled_by_power, 2)(tc, x, n)
 
 
+def lane_index_below(b, n):
+    """A mask of the lanes whose index is below n (of any sign)."""
+    return b.icmp_signed("<", V_I32(list(range(LANES))), splatted(b, b.trunc(n, I32), V_I32))
+
+
 @intrinsic
 def first_lanes(tc, value, n, other):
     """`value` in lanes below n, `other` in the rest."""
 
     def build(ctx, b, sig, args):
-        lanes = ir.Constant(V_I32, list(range(LANES)))
-        below = b.icmp_signed("<", lanes, splatted(b, b.trunc(args[1], I32), V_I32))
-        return b.select(below, args[0], splatted(b, args[2]))
+        value, n, other = args
+        return b.select(lane_index_below(b, n), value, splatted(b, other))
 
     return f32x16(f32x16, types.intp, types.float32), build
 

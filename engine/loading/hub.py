@@ -24,6 +24,7 @@ HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)  # own
 
 # The library's errors, by class: its own messages run over many lines, with links and request ids.
 WHY = {
+    "HFValidationError": "not a name that the hub allows",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set",
     "GatedRepoError": "its terms must be accepted on the hub first (then `hf auth login`)",
     "RepositoryNotFoundError": "no such model on the hub, or a private one (`hf auth login`)",
