@@ -96,7 +96,7 @@ class LLM:
         self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> Completion | list[Completion]:
         """Continue a prompt (text or token ids), or each of a list of them."""
-        if isinstance(prompt, str) or all(is_id(item) for item in prompt):
+        if not is_many(prompt):
             generation = self._start(prompt, params)
             for _ in generation if self.tokenizer else generation.tokens():
                 pass
@@ -145,7 +145,10 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError("the checkpoint has no tokenizer.json: give token ids")
             prompt = self.tokenizer.encode(prompt)
-        ids = list(prompt)
+        try:
+            ids = list(prompt)
+        except TypeError:
+            raise ValueError(f"the prompt is {prompt!r}; text or token ids are needed") from None
         if not ids:
             raise ValueError("the prompt is empty")
         for i in ids:
@@ -154,6 +157,12 @@ class LLM:
         if len(ids) > self.context:
             raise ValueError(f"{len(ids)} tokens do not fit in a context of {self.context}")
         return ids
+
+
+def is_many(prompt: object) -> bool:
+    """Whether these are several prompts: a list of texts or of lists of ids."""
+    listed = isinstance(prompt, list | tuple) and len(prompt) > 0
+    return listed and all(isinstance(item, str | Sequence | np.ndarray) for item in prompt)
 
 
 def is_id(item: object) -> bool:

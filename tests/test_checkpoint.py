@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 from pathlib import Path
@@ -111,6 +112,10 @@ def test_zero_sized_tensors(tmp_path):
         assert checkpoint.rows("none", 0, 0).shape == (0,)
         assert checkpoint.rows("flat", 1, 3).shape == (2, 0)
         assert checkpoint.rows("one", 0, 1).tolist() == [7]
+    text = json.dumps({"none": entry("F32", [0], 0, 0)}).encode()
+    text += b" " * (mmap.ALLOCATIONGRANULARITY - 8 - len(text))  # the file ends with a page
+    with Checkpoint(single(tmp_path, raw(text))) as checkpoint:
+        assert checkpoint.rows("none", 0, 0).shape == (0,)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux's own account")

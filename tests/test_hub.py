@@ -247,7 +247,7 @@ def test_the_library_is_not_imported_for_a_directory(tmp_path):
         "a\\b",
         "a b/c",
     ]
-    + ["a/b@", "@main", "a/b@x@y", "a/b@../x", "a/b@/x", "a/b\n", "a\0/b"]
+    + ["a/b@", "@main", "a/b@x@y", "a/b@../x", "a/b@x/../y", "a/b..c", "a/b@/x", "a/b\n", "a\0/b"]
     + [".a/b", "a/.b", "a--b/c", "a/b?x", "https://host/a/b", "ä/b", "-a/b"],
 )
 def test_what_is_neither(model, monkeypatch):

@@ -94,10 +94,11 @@ class BasicKvCache:
             self._rows[layer] = rows + n_rows
 
     def _make_room(self, layer: int, n_rows: int) -> None:
+        """Grow a layer that has no room for `n_rows` more."""
         rows, capacity = self._rows[layer], len(self._k[layer])
         if rows + n_rows <= capacity:
             return
-        capacity = max(2 * capacity, rows + n_rows)
+        capacity = max(2 * capacity, rows + n_rows, KV_HEADROOM_ROWS)
         for column, side in enumerate((self._k, self._v)):
             grown = memory.empty(capacity * self.kv_dim).reshape(capacity, self.kv_dim)
             grown[:rows] = side[layer][:rows]

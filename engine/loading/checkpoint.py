@@ -106,7 +106,9 @@ class Checkpoint:
         file = self._files[tensor.file]
         page = begin - begin % mmap.ALLOCATIONGRANULARITY
         try:
-            if (size := os.fstat(file.fileno()).st_size) < tensor.stop:  # reading it would kill us
+            if (
+                size := os.fstat(file.fileno()).st_size
+            ) < tensor.stop:  # reading on would be SIGBUS
                 raise ValueError(f"it ends at byte {tensor.stop:,}, the file now at {size:,}")
             pages = mmap.mmap(file.fileno(), end - page, access=mmap.ACCESS_READ, offset=page)
         except (OSError, ValueError) as e:
@@ -192,8 +194,8 @@ def read_header(file: Path, opened: BinaryIO, size: int) -> tuple[dict, int]:
     try:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
-            limit = f"the file of {size:,}, and {MAX_HEADER:,} at most"
-            raise ValueError(f"truncated, or no safetensors: {length:,} bytes in {limit}")
+            limits = f"in a file of {size:,}, and {MAX_HEADER:,} at most are read"
+            raise ValueError(f"it claims {length:,} bytes {limits}: truncated, or not safetensors")
         header = json.loads(opened.read(length).decode(), object_pairs_hook=without_duplicates)
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{file}: header cannot be read: {e}") from None

@@ -1,0 +1,288 @@
+"""LLM's door: what opens, what is refused and how, and several callers at once."""
+
+import json
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+from checkpoints import TINY, random_tensors, save_bf16, write_checkpoint
+from safetensors.numpy import save_file
+
+from engine import LLM, SamplingParams
+from engine.llm import BUILT_IN
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def built_in() -> LLM:
+    return LLM()
+
+
+def refused(*args, **kwargs) -> str:
+    """The one line with which LLM refuses."""
+    with pytest.raises(ValueError) as e:
+        LLM(*args, **kwargs)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_tied_head_may_be_absent_or_present(tmp_path):
+    """A tied file without lm_head.weight is what the hub ships; one with it must open as well."""
+    tensors = random_tensors(TINY)
+    without = LLM(write_checkpoint(tmp_path / "a", tensors)).logits([1, 2, 3])
+    tensors[HEAD] = tensors[EMBEDDING].copy()
+    carried = LLM(write_checkpoint(tmp_path / "b", tensors))
+    np.testing.assert_array_equal(carried.logits([1, 2, 3]), without)
+    weights = carried._model.weights
+    assert weights.head is weights.embedding, "the tied matrix must not be held twice"
+
+
+def test_untied_head_is_used(tmp_path):
+    """An untied model that reads its embedding as head gives fluent nonsense."""
+    raw = TINY | {"tie_word_embeddings": False}
+    path = write_checkpoint(tmp_path, random_tensors(raw), tie_word_embeddings=False)
+    model = LLM(path)
+    assert model._model.weights.head is not model._model.weights.embedding
+
+
+@pytest.mark.parametrize("name", [HEAD, Q])
+def test_missing_tensor_is_named(name, tmp_path):
+    """A missing tensor found out in the forward pass gives an obscure error."""
+    raw = TINY | {"tie_word_embeddings": False}
+    tensors = random_tensors(raw)
+    del tensors[name]
+    told = refused(write_checkpoint(tmp_path, tensors, tie_word_embeddings=False))
+    assert name in told and "missing" in told and "model.safetensors" in told
+
+
+def test_left_over_tensor_is_named(tmp_path):
+    """Tensors nobody reads mean that the model is another one."""
+    tensors = random_tensors(TINY) | {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, "f4")}
+    told = refused(write_checkpoint(tmp_path, tensors))
+    assert "q_proj.bias" in told and "left over" in told
+
+
+def test_mis_shaped_tensor_is_named_with_both_shapes(tmp_path):
+    """A transposed matrix has the right number of weights."""
+    tensors = random_tensors(TINY)
+    tensors[Q] = np.ascontiguousarray(tensors[Q].T)
+    told = refused(write_checkpoint(tmp_path, tensors))
+    assert Q in told and "(32, 64)" in told and "(64, 32)" in told
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, Q, "model.layers.1.self_attn.k_norm.weight"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("weights", ["f32", "bf16"])
+def test_weight_that_is_not_finite_is_named(name, value, weights, tmp_path):
+    """One NaN makes every logit NaN, and the argmax of NaNs is a token."""
+    tensors = random_tensors(TINY)
+    tensors[name].flat[-1] = value
+    told = refused(write_checkpoint(tmp_path, tensors), weights=weights)
+    assert name in told and "not finite" in told
+
+
+def test_every_stored_type_opens_alike(tmp_path):
+    """F32, F16 and BF16 files of the same values are the same model."""
+    raw = {n: a.astype(np.float16).astype(np.float32) for n, a in random_tensors(TINY).items()}
+    both = {n: (a.view(np.uint32) & 0xFFFF0000).view(np.float32) for n, a in raw.items()}
+    found = []
+    for kind in ("F32", "F16", "BF16"):
+        path = write_checkpoint(tmp_path / kind, both)
+        if kind == "F16":
+            half = {n: a.astype(np.float16) for n, a in both.items()}
+            save_file(half, path / "model.safetensors")
+        if kind == "BF16":
+            save_bf16(both, path / "model.safetensors")
+        found.append(LLM(path, weights="f32").logits([5, 6, 7]))
+        found.append(LLM(path, weights="bf16").logits([5, 6, 7]))
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], atol=1e-4)
+
+
+def test_shards_open_as_one(tmp_path):
+    """Larger models come in several files with an index."""
+    tensors = random_tensors(TINY)
+    whole = LLM(write_checkpoint(tmp_path / "a", tensors)).logits([1, 2])
+    path = write_checkpoint(tmp_path / "b", tensors)
+    (path / "model.safetensors").unlink()
+    names, placed = sorted(tensors), {}
+    for i, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, path / file)
+        placed |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    np.testing.assert_array_equal(LLM(path).logits([1, 2]), whole)
+
+
+def test_unknown_rope_scaling_is_named(tmp_path):
+    """A scaling silently ignored is wrong at every position."""
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    path = write_checkpoint(tmp_path, random_tensors(TINY), rope_scaling=scaling)
+    assert "yarn" in refused(path)
+
+
+def test_tokenizer_larger_than_the_embedding(tmp_path, built_in):
+    """Ids beyond the embedding would read whatever lies behind it."""
+    path = write_checkpoint(tmp_path)  # 300 rows
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((BUILT_IN / name).read_bytes())
+    told = refused(path)
+    assert "2048" in told and "300" in told
+
+
+def test_no_tokenizer_still_serves_ids(tmp_path):
+    """A checkpoint of weights alone is enough for a program that speaks ids."""
+    llm = LLM(write_checkpoint(tmp_path))
+    done = llm.generate([1, 2, 3], GREEDY)
+    assert len(done.token_ids) == 8 and done.text is None
+    for call in (lambda: llm.generate("text"), lambda: llm.stream([1])):
+        with pytest.raises(ValueError, match="tokenizer"):
+            call()
+
+
+# ---------------------------------------------------------------- arguments and prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("weights", "q3"),
+        ("kv_cache", "fast"),
+        ("backend", "gpu"),
+        ("threads", 0),
+        ("threads", -1),
+        ("threads", 10**9),
+        ("threads", 1.5),
+        ("threads", True),
+        ("context", 0),
+        ("context", 4096),
+        ("context", "8"),
+        ("prefill_chunk", 0),
+        ("prefill_chunk", None),
+    ],
+)
+def test_bad_arguments_are_refused_with_the_value(name, value):
+    """A wrong option must not become a default, and must not reach a kernel."""
+    told = refused(**{name: value})
+    assert name in told and repr(value) in told
+
+
+@pytest.mark.parametrize("prompt", ["", [], ()])
+def test_empty_prompt(prompt, built_in):
+    """There is no last token whose logits could be asked for."""
+    with pytest.raises(ValueError, match="empty"):
+        built_in.generate(prompt)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, b"bytes", ["a", 1]])
+def test_prompt_of_another_kind(prompt, built_in):
+    """What is neither text nor ids gets an error that says so, not a traceback from inside."""
+    with pytest.raises(ValueError, match="prompt|token id"):
+        built_in.generate(prompt)
+
+
+@pytest.mark.parametrize("token", [-1, 2176, 1 << 40, 1.5, "a", None, True])
+def test_token_outside_the_vocabulary(token, built_in):
+    """An id beyond the embedding reads memory that is not a row."""
+    with pytest.raises(ValueError, match="token id"):
+        built_in.logits([1, token])
+    with pytest.raises(ValueError):
+        built_in.generate([1, token])
+
+
+@pytest.mark.parametrize("length", [15, 16, 17])
+@pytest.mark.parametrize("max_tokens", [1, 2, None])
+def test_prompt_and_context(length, max_tokens):
+    """A prompt that fills the context leaves no room; one token less leaves room for one."""
+    llm = LLM(context=16)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    if length < 16:
+        done = llm.generate([5] * length, params)
+        assert (len(done.token_ids), done.finish_reason) == (1, "length")
+    else:
+        with pytest.raises(ValueError, match=rf"{length} tokens.*16"):
+            llm.generate([5] * length, params)
+
+
+def test_no_tokens_wanted(built_in):
+    """max_tokens=0 is a legal question with an empty answer."""
+    done = built_in.generate("To be", SamplingParams(max_tokens=0))
+    assert (done.token_ids, done.text, done.finish_reason) == ([], "", "length")
+    assert done.metrics.decode_tokens_per_second is None
+
+
+def test_lists_of_prompts(built_in):
+    """A list of ids is one prompt, a list of lists or texts is many."""
+    one = built_in.generate("To be", GREEDY)
+    ids = built_in.tokenizer.encode("To be")
+    many = built_in.generate(["To be", ids, np.array(ids)], GREEDY)
+    assert [done.token_ids for done in many] == [one.token_ids] * 3
+
+
+def test_text_is_the_pieces_joined(built_in):
+    """Text assembled apart from what was streamed can differ from it."""
+    params = SamplingParams(max_tokens=60, seed=4)
+    pieces = list(built_in.stream("O, ", params))
+    done = built_in.generate("O, ", params)
+    assert "".join(pieces) == done.text == built_in.tokenizer.decode(done.token_ids)
+
+
+def test_a_seed_gives_the_same_text_whatever_else_runs(built_in):
+    """One generator for all requests makes a seeded one depend on its neighbours."""
+    params = SamplingParams(max_tokens=30, seed=42)
+    alone = built_in.generate("My lord", params).token_ids
+    built_in.generate("My lord", SamplingParams(max_tokens=5))
+    seeded, other = built_in.stream("My lord", params), built_in.stream("My lord")
+    for _ in zip(seeded, other, strict=False):
+        pass
+    assert seeded.completion.token_ids[:10] == alone[:10]
+    assert built_in.generate("My lord", params).token_ids == alone
+
+
+# ---------------------------------------------------------------- several callers
+
+
+def test_threads_may_share_a_model(built_in):
+    """Two callers in one team or one scratch would compute each other's tokens."""
+    prompts = ["To be", "What is thy name?", "O, ", "My lord, the queen"]
+    alone = [built_in.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    found = {}
+
+    def call(prompt: str) -> None:
+        found[prompt] = [built_in.generate(prompt, GREEDY).token_ids for _ in range(5)]
+
+    callers = [threading.Thread(target=call, args=(prompt,)) for prompt in prompts]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(timeout=60)
+    for prompt, ids in zip(prompts, alone, strict=True):
+        assert found[prompt] == [ids] * 5
+
+
+def generate_in_child(llm: LLM, out) -> None:
+    out.put(llm.generate("To be", GREEDY).token_ids)
+
+
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork"
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_generates():
+    """The threads of a team do not survive a fork: the child would wait for them for ever."""
+    llm = LLM(threads=2)
+    wanted = llm.generate("To be", GREEDY).token_ids
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    child = context.Process(target=generate_in_child, args=(llm, out))
+    child.start()
+    assert out.get(timeout=30) == wanted
+    child.join(timeout=30)
+    assert child.exitcode == 0

@@ -1,0 +1,183 @@
+"""The command line as a person uses it: streams, report, statuses, interrupts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from checkpoints import write_checkpoint
+
+from engine.run import main
+
+REPORT = """\
+backend: {backend}
+kv cache: basic
+
+metrics:
+  time_to_first_token_ms: \\d+\\.\\d{{3}}
+  decode_tokens_per_second: {rate}
+  per_forward_ms: min \\d+\\.\\d{{3}}  max \\d+\\.\\d{{3}}  mean \\d+\\.\\d{{3}}  \\(n={n}\\)
+"""
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "engine.run", *args]
+
+
+def run(*args: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*args), capture_output=True, text=True, timeout=120, encoding="utf-8", **kwargs
+    )
+
+
+@pytest.mark.parametrize("backend", ["simd", "numpy"])
+def test_text_on_stdout_and_report_on_stderr(backend):
+    """A report mixed into the text spoils every pipe."""
+    done = run(
+        "To be, or not to be", "--max-tokens", "5", "--temperature", "0", "--backend", backend
+    )
+    assert done.returncode == 0
+    assert done.stdout == " done, and not a\n"
+    rate = r"\d+\.\d{3}"
+    assert re.fullmatch(REPORT.format(backend=backend, rate=rate, n=5), done.stderr)
+
+
+@pytest.mark.parametrize(("n", "rate"), [(1, "n/a"), (2, r"\d+\.\d{3}")])
+def test_report_of_short_runs(n, rate):
+    """One token has no decode speed; dividing by its time gives infinity or a crash."""
+    done = run("To be", "--max-tokens", str(n), "--ignore-eos")
+    assert re.fullmatch(REPORT.format(backend="simd", rate=rate, n=n), done.stderr)
+
+
+def test_json_is_one_object():
+    """A progress bar or a text piece beside the object breaks whoever parses it."""
+    done = run("To be", "--json", "--max-tokens", "4", "--seed", "7", "--top-k", "3")
+    result = json.loads(done.stdout)
+    assert set(result) == {"text", "token_ids", "finish_reason", "metrics", "settings"}
+    assert len(result["token_ids"]) == 4 and result["finish_reason"] == "length"
+    assert len(result["metrics"]["per_forward_ms"]) == 4
+    assert result["settings"]["seed"] == 7 and result["settings"]["top_k"] == 3
+    assert result["settings"]["weights"] and result["settings"]["threads"] >= 1
+    assert done.stderr == ""
+
+
+def test_no_tokens_wanted(capsys):
+    """max_tokens=0 has no times to print."""
+    assert main(["To be", "--max-tokens", "0"]) == 0
+    assert "per_forward_ms: n/a  (n=0)" in capsys.readouterr().err
+
+
+def test_prompt_from_a_file_and_from_stdin(tmp_path):
+    """A prompt of several lines does not fit on a command line, and stays as it is to the byte."""
+    text = "KING RICHARD.\nA horse! é\n"
+    (tmp_path / "p.txt").write_bytes(text.encode())
+    flags = "--temperature", "0", "--max-tokens", "9"
+    by_file = run("--prompt-file", str(tmp_path / "p.txt"), *flags)
+    by_stdin = run("--prompt-file", "-", *flags, input=text)
+    by_argument = run(text, *flags)
+    assert by_file.stdout == by_stdin.stdout == by_argument.stdout != ""
+
+
+BAD = [
+    ([], "PROMPT"),
+    (["a", "--prompt-file", "b"], "PROMPT"),
+    ([""], "empty"),
+    (["--prompt-file", "/no/such/file"], "/no/such/file"),
+    (["a", "--model", "./no-such-directory"], "no-such-directory"),
+    (["a", "--temperature", "nan"], "temperature is nan"),
+    (["a", "--temperature", "-1"], "temperature is -1.0"),
+    (["a", "--temperature", "inf"], "temperature is inf"),
+    (["a", "--top-p", "0"], "top_p is 0.0"),
+    (["a", "--top-p", "1.5"], "top_p is 1.5"),
+    (["a", "--top-k", "-2"], "top_k is -2"),
+    (["a", "--min-p", "2"], "min_p is 2.0"),
+    (["a", "--max-tokens", "-1"], "max_tokens is -1"),
+    (["a", "--seed", "-5"], "seed is -5"),
+    (["a", "--threads", "0"], "threads is 0"),
+    (["a", "--context", "0"], "context is 0"),
+    (["a b c d", "--context", "2"], "context"),
+]
+
+
+@pytest.mark.parametrize(("args", "told"), BAD)
+def test_bad_input_is_one_line_and_status_2(args, told, capsys):
+    """A traceback tells a user nothing."""
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and told in err
+
+
+@pytest.mark.parametrize("args", [["a", "--top-k", "x"], ["a", "--weights", "q1"], ["a", "--no"]])
+def test_unknown_flags_are_status_2(args, capsys):
+    """argparse's own errors have the same status as ours."""
+    with pytest.raises(SystemExit) as e:
+        main(args)
+    assert e.value.code == 2
+
+
+def test_prompt_that_is_not_utf8(tmp_path):
+    """Bytes that are no text must not be replaced silently."""
+    (tmp_path / "p").write_bytes(b"abc\xff")
+    done = run("--prompt-file", str(tmp_path / "p"))
+    assert done.returncode == 2 and "UTF-8" in done.stderr and done.stderr.count("\n") == 1
+    done = subprocess.run([*command(), b"abc\xff"], capture_output=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1
+
+
+def test_checkpoint_without_tokenizer(tmp_path, capsys):
+    """Text needs a tokenizer, and the message says that it is what is missing."""
+    assert main(["a", "--model", str(write_checkpoint(tmp_path))]) == 2
+    assert "tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for another process")
+@pytest.mark.parametrize("json_too", [False, True])
+def test_interrupt_keeps_the_text_and_prints_the_report(json_too):
+    """Ctrl-C that loses what was made, or hangs in a barrier, makes a person wait in vain."""
+    flags = ["--max-tokens", "2000", "--ignore-eos", *(["--json"] if json_too else [])]
+    child = subprocess.Popen(
+        command("To be", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    first = "" if json_too else child.stdout.read(1)
+    time.sleep(2.5 if json_too else 0.2)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=20)
+    if child.returncode == 0:
+        pytest.fail("the run was over before the interrupt came")
+    assert child.returncode == 130
+    assert "Traceback" not in err
+    if json_too:
+        result = json.loads(out)
+        assert result["text"] and result["finish_reason"] is None
+    else:
+        assert len(first + out) > 1 and "metrics:" in err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pipe as POSIX has it")
+def test_a_closed_pipe_ends_quietly():
+    """`| head` must not print a traceback."""
+    child = subprocess.Popen(
+        command("To be", "--max-tokens", "400", "--ignore-eos"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    child.stdout.read(1)
+    child.stdout.close()
+    err = child.stderr.read()
+    assert child.wait(timeout=30) == 0 and "Traceback" not in err and "Broken" not in err
+
+
+def test_warm_start():
+    """Import, load and the first token of the built-in model, once kernels are compiled."""
+    run("To be", "--max-tokens", "1")
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert run("To be", "--max-tokens", "1").returncode == 0
+        took.append(time.perf_counter() - start)
+    assert min(took) < 3.0, took  # 1.5 s on an idle machine; others may use this one
