@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -145,10 +145,9 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError("the checkpoint has no tokenizer.json: give token ids")
             prompt = self.tokenizer.encode(prompt)
-        try:
-            ids = list(prompt)
-        except TypeError:
-            raise ValueError(f"the prompt is {prompt!r}; text or token ids are needed") from None
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise ValueError(f"the prompt is {prompt!r}; text or token ids are needed")
+        ids = list(prompt)
         if not ids:
             raise ValueError("the prompt is empty")
         for i in ids:

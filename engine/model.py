@@ -83,6 +83,12 @@ class SimdModel:
             self.team.run(step, *self._arguments(ids, cache, is_prompt, logits))
             cache.commit(len(ids))
 
+    def bytes_per_token(self, n_rows: int) -> int:
+        """Bytes that a decode step reads with `n_rows` rows in the cache: its lower bound."""
+        read = self.weights._replace(embedding=self.weights.final_norm[:0])  # one row of it
+        rows = 2 * 4 * self.config.n_layers * self.config.kv_dim * n_rows
+        return sum(array.nbytes for array in read) + rows
+
     def compile(self) -> None:
         """Load or compile the step, prefill and decode alike, without running it."""
         cache = BasicKvCache(self.config.n_layers, self.config.kv_dim)

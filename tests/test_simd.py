@@ -124,9 +124,9 @@ def test_out_of_bounds(out_at, x_at):
 @pytest.mark.skipif(not numba.config.BOUNDSCHECK, reason="needs NUMBA_BOUNDSCHECK=1")
 def test_tile_out_of_bounds():
     """A tile whose last row group or last token lies outside the array."""
-    arrays = [np.zeros(n, np.float32) for n in (3 * 32, 40, 30)]
+    arrays = [np.zeros(n, np.float32) for n in (3 * 32, 40, 23)]
     tile_by_hand(*arrays, 32, 8, 3)
-    for i, shorter in enumerate((3 * 32 - 1, 39, 29)):
+    for i, shorter in enumerate((3 * 32 - 1, 39, 22)):
         cut = [a[:shorter] if i == j else a for j, a in enumerate(arrays)]
         with pytest.raises(IndexError):
             tile_by_hand(*cut, 32, 8, 3)

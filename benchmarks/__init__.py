@@ -1,0 +1,1 @@
+"""What the engine takes, beside what the machine can do."""

@@ -1,0 +1,258 @@
+"""engine/kernels/attention.py against a float64 softmax, and bit for bit against itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.kernels.attention import (
+    CHUNK,
+    Heads,
+    decode_attention,
+    merge_chunks,
+    parts_size,
+    prompt_attention,
+    prompt_work_size,
+)
+from engine.kernels.team import Rank, new_flags
+
+ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 400)
+GROUPS = (1, 2, 3, 4, 8)
+HEAD_DIMS = (16, 64, 128)
+SHAPES = [Heads(2 * group, 2, dim) for group in GROUPS for dim in HEAD_DIMS]
+SMALL = Heads(6, 2, 16)
+
+
+def shape_name(heads: Heads) -> str:
+    return f"group{heads.n_heads // heads.n_kv_heads}x{heads.head_dim}"
+
+
+def run_decode(out, q, k, v, n_rows, heads, ranks) -> None:
+    """The decode form's one call in this file: every rank's share, one rank after the other.
+
+    Scratch is of exactly the size that is asked for, and full of NaN.
+    """
+    parts = nans(parts_size(n_rows, heads.n_heads, heads.head_dim))
+    work, flags = nans(ranks, heads.n_heads * CHUNK), new_flags(ranks)
+    team = [Rank(rank, ranks, flags) for rank in range(ranks)]
+    for me in team:
+        at = me.rank * work.shape[1]
+        decode_attention(parts, q, k, v, n_rows, heads, work.ravel(), at, me)
+    for me in team:
+        merge_chunks(out, parts, n_rows, heads, me)
+
+
+def run_prompt(out, q, k, v, start, n_tokens, heads, ranks) -> None:
+    """The prompt form's one call in this file."""
+    work, flags = nans(ranks, prompt_work_size(heads.head_dim)), new_flags(ranks)
+    for rank in range(ranks):
+        me, at = Rank(rank, ranks, flags), rank * work.shape[1]
+        prompt_attention(out, q, k, v, start, n_tokens, heads, work.ravel(), at, me)
+
+
+def decode(q, k, v, heads, n_rows=None, ranks=1) -> np.ndarray:
+    """One query, (n_heads, head_dim), over the first `n_rows` rows."""
+    out = nans(*q.shape)
+    n_rows = len(k) if n_rows is None else n_rows
+    run_decode(out.ravel(), q.ravel(), k.ravel(), v.ravel(), n_rows, heads, ranks)
+    return out
+
+
+def prompt(q, k, v, heads, start=0, ranks=1) -> np.ndarray:
+    """Queries at positions start, start + 1, ..., (n_tokens, n_heads, head_dim)."""
+    out = nans(*q.shape)
+    run_prompt(out.ravel(), q.ravel(), k.ravel(), v.ravel(), start, len(q), heads, ranks)
+    return out
+
+
+def twin(q, k, v, heads, start) -> np.ndarray:
+    """softmax(q k^T) v in float64, query t over rows 0 to start + t."""
+    n, group = len(q), heads.n_heads // heads.n_kv_heads
+    k, v = (
+        np.repeat(a.astype(np.float64).reshape(len(a), -1, heads.head_dim), group, axis=1)
+        for a in (k, v)
+    )
+    scores = np.einsum("thd,rhd->htr", q.astype(np.float64), k)
+    scores[:, np.arange(len(k)) > start + np.arange(n)[:, None]] = -np.inf
+    p = np.exp(scores - scores.max(axis=2, keepdims=True))
+    return np.einsum("htr,rhd->thd", p / p.sum(axis=2, keepdims=True), v)
+
+
+def nans(*shape: int) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)
+
+
+def inputs(n_tokens: int, n_rows: int, heads: Heads, scale: float = 1.0):
+    """q, divided by sqrt(head_dim), k and v."""
+    rng = np.random.default_rng((n_tokens, n_rows, *heads))
+    kv_dim = heads.n_kv_heads * heads.head_dim
+    q = rng.standard_normal((n_tokens, heads.n_heads, heads.head_dim)) / heads.head_dim**0.5
+    k, v = rng.standard_normal((2, n_rows, kv_dim))
+    return [a.astype(np.float32) for a in (q * scale, k, v)]
+
+
+def close(found, wanted) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------- a generated token
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=shape_name)
+def test_decode(heads):
+    """A row or a chunk skipped or counted twice; a head that reads another's keys."""
+    for n_rows in ROWS:
+        q, k, v = inputs(1, n_rows, heads)
+        close(decode(q[0], k, v, heads), twin(q, k, v, heads, n_rows - 1)[0])
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 3])
+def test_decode_with_other_numbers_of_key_heads(n_kv_heads):
+    """The number of key heads taken for 2, or for that of the query heads."""
+    heads = Heads(3 * n_kv_heads, n_kv_heads, 16)
+    q, k, v = inputs(1, 100, heads)
+    close(decode(q[0], k, v, heads), twin(q, k, v, heads, 99)[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("n_rows", ROWS)
+def test_decode_on_any_number_of_ranks(n_rows, ranks):
+    """Chunks merged in the order of ranks, not of rows; a rank without a chunk."""
+    q, k, v = inputs(1, n_rows, SMALL)
+    np.testing.assert_array_equal(decode(q[0], k, v, SMALL, ranks=ranks), decode(q[0], k, v, SMALL))
+
+
+@pytest.mark.parametrize("n_rows", [15, 16, 17, 31, 32, 33, 63, 64, 65])
+def test_decode_reads_only_the_rows_in_use(n_rows):
+    """Rows of a cache behind its length that are read: 0 * NaN is NaN."""
+    q, k, v = inputs(1, n_rows, SMALL)
+    behind = nans(CHUNK, k.shape[1])
+    k_big, v_big = np.concatenate([k, behind]), np.concatenate([v, behind])
+    found = decode(q[0], k_big, v_big, SMALL, n_rows=n_rows)
+    np.testing.assert_array_equal(found, decode(q[0], k, v, SMALL))
+
+
+# ---------------------------------------------------------------- tokens of the prompt
+
+
+@pytest.mark.parametrize("start", [0, 1, 63, 64, 100])
+@pytest.mark.parametrize("heads", SHAPES, ids=shape_name)
+def test_prompt(heads, start):
+    """A query that sees the row after its own, or not its own; a block's last queries lost."""
+    for n_tokens in (1, 2, 7, 64, 100):
+        q, k, v = inputs(n_tokens, start + n_tokens, heads)
+        close(prompt(q, k, v, heads, start), twin(q, k, v, heads, start))
+
+
+@pytest.mark.parametrize("start", [0, 63, 100])
+@pytest.mark.parametrize("group", GROUPS)
+def test_prompt_of_many_blocks(group, start):
+    """The second block of queries, which begins amid a token where the group does not divide it."""
+    heads = Heads(2 * group, 2, 16)
+    q, k, v = inputs(200, start + 200, heads)
+    close(prompt(q, k, v, heads, start), twin(q, k, v, heads, start))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("n_tokens", [1, 7, 200])
+def test_prompt_on_any_number_of_ranks(n_tokens, ranks):
+    """A block that no rank takes; one that changes with who takes it."""
+    q, k, v = inputs(n_tokens, 33 + n_tokens, SMALL)
+    found = prompt(q, k, v, SMALL, 33, ranks=ranks)
+    np.testing.assert_array_equal(found, prompt(q, k, v, SMALL, 33))
+
+
+def splits() -> list[list[int]]:
+    """Ways to cut 230 tokens."""
+    rng = np.random.default_rng(0)
+    some = [sorted(rng.choice(np.arange(1, 230), 5, replace=False).tolist()) for _ in range(5)]
+    return [[1], [229], [64, 128, 192], [63, 65, 127], [100, 200], list(range(7, 230, 7)), *some]
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("cuts", splits(), ids=lambda cuts: "-".join(map(str, cuts))[:20])
+def test_prompt_in_parts_is_the_same_to_the_bit(cuts, group):
+    """Logits that depend on the size of a prefill's parts, or on a prefix found in a cache."""
+    heads = Heads(2 * group, 2, 16)
+    q, k, v = inputs(230, 230, heads)
+    parts = [
+        prompt(q[start:stop], k[:stop], v[:stop], heads, start)
+        for start, stop in zip([0, *cuts], [*cuts, 230], strict=True)
+    ]
+    np.testing.assert_array_equal(np.concatenate(parts), prompt(q, k, v, heads))
+
+
+@pytest.mark.parametrize(
+    "start, n_tokens", [(0, 1), (0, 15), (14, 2), (0, 63), (63, 2), (100, 100)]
+)
+def test_prompt_reads_only_the_rows_in_use(start, n_tokens):
+    """Rows of a cache behind its length that are read: 0 * NaN is NaN."""
+    n_rows = start + n_tokens
+    q, k, v = inputs(n_tokens, n_rows, SMALL)
+    behind = nans(CHUNK, k.shape[1])
+    found = prompt(q, np.concatenate([k, behind]), np.concatenate([v, behind]), SMALL, start)
+    np.testing.assert_array_equal(found, prompt(q, k, v, SMALL, start))
+
+
+def test_a_query_ignores_all_later_rows():
+    """A masked row that leaks: a later token's key or value, however large, changes a bit."""
+    q, k, v = inputs(100, 100, SMALL)
+    whole = prompt(q, k, v, SMALL)
+    for t in (0, 1, 5, 6, 62, 63, 64, 98):
+        later_k, later_v = k.copy(), v.copy()
+        later_k[t + 1 :] *= 1e4
+        later_v[t + 1 :] = 1e6
+        found = prompt(q, later_k, later_v, SMALL)
+        np.testing.assert_array_equal(found[: t + 1], whole[: t + 1])
+
+
+# ---------------------------------------------------------------- both forms
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=shape_name)
+def test_forms_agree(heads):
+    """The same token answered differently as prompt and as reply."""
+    for n_rows in (1, 17, 64, 65, 400):
+        q, k, v = inputs(1, n_rows, heads)
+        close(decode(q[0], k, v, heads), prompt(q, k, v, heads, n_rows - 1)[0])
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=shape_name)
+def test_one_valid_key(heads):
+    """The first token: its softmax is 1, its result the value itself, to the bit."""
+    q, k, v = inputs(1, 1, heads)
+    wanted = np.repeat(v.reshape(2, -1), heads.n_heads // 2, axis=0)
+    np.testing.assert_array_equal(decode(q[0], k, v, heads), wanted)
+    np.testing.assert_array_equal(prompt(q, k, v, heads)[0], wanted)
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e30, 1e36])
+@pytest.mark.parametrize("n_rows", [1, 33, 64, 200])
+def test_huge_scores(n_rows, scale):
+    """NaN from inf - inf or 0 / 0 where scores differ by 1e4 and more: the largest takes it all."""
+    q, k, v = inputs(n_rows, n_rows, SMALL, scale)
+    one, many = decode(q[-1], k, v, SMALL), prompt(q, k, v, SMALL)
+    # A score errs by some 1e-7 of itself, and the exponential by as much as that is: so only the
+    # queries whose largest score stands clear have an answer to compare with.
+    q64, keys = q.astype(np.float64), np.repeat(k.reshape(n_rows, 2, -1), 3, axis=1)
+    scores = np.einsum("thd,rhd->thr", q64, keys)
+    scores[np.arange(n_rows) > np.arange(n_rows)[:, None, None] + np.zeros((1, 6, 1))] = -np.inf
+    gap = np.diff(np.sort(scores, axis=2)[:, :, -2:], axis=2)
+    clear = (gap > 100)[:, :, 0] if n_rows > 1 else np.ones((1, 6), bool)
+    wanted = twin(q, k, v, SMALL, 0)
+    assert np.isfinite(one).all() and np.isfinite(many).all()
+    assert clear.mean() > 0.5 or scale == 1e2
+    close(many[clear], wanted[clear])
+    close(one[clear[-1]], wanted[-1][clear[-1]])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_score_in_any_place(sign):
+    """A running largest that is not carried from chunk to chunk, or rescales the wrong way."""
+    heads = Heads(2, 1, 16)
+    for place in (0, 1, 15, 16, 63, 64, 127, 128, 199):
+        q, k, v = inputs(1, 200, heads)
+        q[:], k[:] = sign, np.float32(-sign * 0.3)
+        k[place] = sign * 2
+        close(decode(q[0], k, v, heads), twin(q, k, v, heads, 199)[0])
+        close(prompt(q, k, v, heads, 199), twin(q, k, v, heads, 199))
