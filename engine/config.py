@@ -96,10 +96,10 @@ class ModelConfig:
 
 def read_json(path: Path) -> dict:
     """The JSON object in `path`; ValueError if it is missing, no JSON or no object."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{path}: cannot be read as JSON ({e})") from None
     if not isinstance(raw, dict):

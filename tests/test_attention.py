@@ -226,33 +226,41 @@ def test_one_valid_key(heads):
     np.testing.assert_array_equal(prompt(q, k, v, heads)[0], wanted)
 
 
-@pytest.mark.parametrize("scale", [1e2, 1e4, 1e30, 1e36])
+@pytest.mark.parametrize("scale", [1e4, 1e30, 1e36])
 @pytest.mark.parametrize("n_rows", [1, 33, 64, 200])
 def test_huge_scores(n_rows, scale):
     """NaN from inf - inf or 0 / 0 where scores differ by 1e4 and more: the largest takes it all."""
     q, k, v = inputs(n_rows, n_rows, SMALL, scale)
     one, many = decode(q[-1], k, v, SMALL), prompt(q, k, v, SMALL)
-    # A score errs by some 1e-7 of itself, and the exponential by as much as that is: so only the
-    # queries whose largest score stands clear have an answer to compare with.
-    q64, keys = q.astype(np.float64), np.repeat(k.reshape(n_rows, 2, -1), 3, axis=1)
-    scores = np.einsum("thd,rhd->thr", q64, keys)
-    scores[np.arange(n_rows) > np.arange(n_rows)[:, None, None] + np.zeros((1, 6, 1))] = -np.inf
-    gap = np.diff(np.sort(scores, axis=2)[:, :, -2:], axis=2)
-    clear = (gap > 100)[:, :, 0] if n_rows > 1 else np.ones((1, 6), bool)
-    wanted = twin(q, k, v, SMALL, 0)
     assert np.isfinite(one).all() and np.isfinite(many).all()
-    assert clear.mean() > 0.5 or scale == 1e2
+
+    # A score errs by 1e-7 of itself, so only where the largest stands clear is the answer known.
+    keys = np.repeat(k.astype(np.float64).reshape(n_rows, 2, -1), 3, axis=1)
+    seen = np.tri(n_rows, dtype=bool)[:, None, :]
+    scores = np.where(seen, np.einsum("thd,rhd->thr", q.astype(np.float64), keys), -np.inf)
+    first, second = (np.sort(scores, axis=2)[:, :, -i] for i in (1, min(2, n_rows)))
+    clear = (first - second > 1e-3 * scale) | (n_rows == 1)
+    assert clear.mean() > 0.9
+    wanted = twin(q, k, v, SMALL, 0)
     close(many[clear], wanted[clear])
     close(one[clear[-1]], wanted[-1][clear[-1]])
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_score_in_any_place(sign):
+@pytest.mark.parametrize("place", [0, 1, 15, 16, 63, 64, 127, 128, 199])
+def test_the_largest_score_in_any_place(place):
     """A running largest that is not carried from chunk to chunk, or rescales the wrong way."""
     heads = Heads(2, 1, 16)
-    for place in (0, 1, 15, 16, 63, 64, 127, 128, 199):
-        q, k, v = inputs(1, 200, heads)
-        q[:], k[:] = sign, np.float32(-sign * 0.3)
-        k[place] = sign * 2
-        close(decode(q[0], k, v, heads), twin(q, k, v, heads, 199)[0])
-        close(prompt(q, k, v, heads, 199), twin(q, k, v, heads, 199))
+    q, k, v = inputs(1, 200, heads)
+    q[:], k[:], k[place] = 1, -0.3, 2  # scores of -4.8 and one of 32
+    close(decode(q[0], k, v, heads), twin(q, k, v, heads, 199)[0])
+    close(prompt(q, k, v, heads, 199), twin(q, k, v, heads, 199))
+
+
+@pytest.mark.parametrize("step", [0.002, -0.002])
+def test_scores_that_rise_or_fall(step):
+    """What earlier chunks gathered, not rescaled when a larger score comes; or twice."""
+    heads = Heads(2, 1, 16)
+    q, k, v = inputs(1, 400, heads)
+    q[:], k[:] = 1, (np.arange(400) * step)[:, None]
+    close(decode(q[0], k, v, heads), twin(q, k, v, heads, 399)[0])
+    close(prompt(q, k, v, heads, 399), twin(q, k, v, heads, 399))

@@ -1,0 +1,228 @@
+"""engine/kernels/team.py and the Team of engine/model.py: ranks that meet, and ranks that fail."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+import pytest
+
+from engine.kernels.team import BROKEN, LINE, Rank, barrier, break_team, new_flags, share
+from engine.model import Team
+
+RANKS = (1, 2, 3, 5)
+LIMIT = 20  # seconds that nothing here takes, unless someone waits for ever
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def meet(me, rounds, counts):
+    """Each round a rank counts, and after the barrier looks at all others' counts.
+
+    Returns how often another rank had not come as far, or had come further than it can.
+    """
+    early = 0
+    for i in range(rounds):
+        counts[me.rank * LINE] += 1
+        barrier(me)
+        for rank in range(me.ranks):
+            early += counts[rank * LINE] != i + 1
+        barrier(me)
+    return early
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    meet(Rank(0, 1, new_flags(1)), 1, np.zeros(LINE, np.int64))
+
+
+@pytest.fixture
+def team(request):
+    """A Team; if a test leaves ranks waiting, they are released, so that the run can end."""
+    team = Team(getattr(request, "param", 3))
+    first = team.flags
+    yield team
+    for flags in (first, team.flags):
+        break_team(flags)
+
+
+def within(seconds: float, call):
+    """What `call` gives or raises, from a thread of its own; a failure if it takes too long."""
+    done = {}
+
+    def run():
+        try:
+            done["value"] = call()
+        except BaseException as e:
+            done["error"] = e
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert done, f"still waiting after {seconds} s"
+    if "error" in done:
+        raise done["error"]
+    return done["value"]
+
+
+def works(team: Team) -> bool:
+    """Whether the ranks of the team meet: the last to come is waited for."""
+    came, missed = [], []
+
+    def late(me):
+        time.sleep(0.02 * me.rank)
+        came.append(me.rank)
+        barrier(me)
+        missed.append(len(came) < me.ranks)
+
+    within(LIMIT, lambda: team.run(late))
+    return len(missed) == team.ranks and not any(missed)
+
+
+# ---------------------------------------------------------------- the barrier
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_no_rank_passes_early(ranks):
+    """A barrier that a fast rank passes twice while a slow one is still in the round before; or
+    over which the compiler moves a load or a store."""
+    rounds = 300 if ranks > 2 else 20_000
+    counts, flags = np.zeros(ranks * LINE, np.int64), new_flags(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        try:
+            runs = [pool.submit(meet, Rank(i, ranks, flags), rounds, counts) for i in range(ranks)]
+            assert [run.result(LIMIT) for run in runs] == [0] * ranks
+        finally:
+            break_team(flags)
+    assert (counts[::LINE] == rounds).all()
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_a_broken_team_releases_all(ranks):
+    """Ranks that spin for ever, and with them the server, after another one has failed."""
+    flags = new_flags(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        waiting = [pool.submit(barrier, Rank(i, ranks, flags)) for i in range(ranks - 1)]
+        try:
+            time.sleep(0.05)
+            assert not any(run.done() for run in waiting)
+        finally:
+            break_team(flags)
+        for run in waiting:
+            run.result(LIMIT)
+        pool.submit(barrier, Rank(0, ranks, flags)).result(LIMIT)  # and from now on
+
+
+def test_flags_keep_apart():
+    """Two counters in one cache line, which makes every arrival a miss for who spins."""
+    flags = new_flags(3)
+    flags[BROKEN] = 1
+    assert flags[0] == 0 and len(flags) == 5 * LINE and BROKEN % LINE == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("n", [0, 1, 2, 6, 7, 100])
+def test_shares_cover_all_once(n, ranks):
+    """Things that no rank takes, or two; shares that differ by more than one."""
+    shares = [range(*share(n, Rank(rank, ranks, new_flags(ranks)))) for rank in range(ranks)]
+    assert [i for own in shares for i in own] == list(range(n))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+# ---------------------------------------------------------------- a team
+
+
+@pytest.mark.parametrize("team", RANKS, indirect=True)
+def test_run(team):
+    """A rank left out or run twice; arguments lost; a team that serves only once."""
+    for _ in range(3):
+        seen = []
+        within(LIMIT, lambda: team.run(lambda me, *args: seen.append((me.rank, args)), 1, "a"))  # noqa: B023
+        assert sorted(seen) == [(rank, (1, "a")) for rank in range(team.ranks)]
+    assert works(team)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("bad", range(5))
+@pytest.mark.parametrize("team", [1, 2, 3, 5], indirect=True)
+def test_a_rank_fails(team, bad, error):
+    """A rank that fails before a barrier: others wait for ever, the error is lost, or the team
+    stays broken, its barriers open, and every step after it computes garbage."""
+    if bad >= team.ranks:
+        pytest.skip("no such rank")
+
+    def fails(me):
+        if me.rank == bad:
+            raise error("on purpose")
+        barrier(me)
+        barrier(me)
+
+    for _ in range(2):
+        with pytest.raises(error, match="on purpose"):
+            within(LIMIT, lambda: team.run(fails))
+        assert works(team)
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_a_failed_run_has_ended(team, bad):
+    """An error that reaches the caller while a slow rank still writes to the step's scratch."""
+    ended = []
+
+    def fails(me):
+        if me.rank == bad:
+            raise ValueError("on purpose")
+        time.sleep(0.1 * (me.rank + 1))
+        ended.append(me.rank)
+
+    with pytest.raises(ValueError, match="on purpose"):
+        within(LIMIT, lambda: team.run(fails))
+    assert len(ended) == team.ranks - 1
+
+
+def test_all_ranks_fail(team):
+    """An error of a second rank that hides the first's, or is left for the next run."""
+
+    def fails(me):
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        within(LIMIT, lambda: team.run(fails))
+    assert works(team)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals wait for locks there")
+@pytest.mark.parametrize("busy", [0, 1])
+def test_control_c(team, busy):
+    """An interrupt, in rank 0's own work or while it waits for the others: it leaves a rank behind
+    that works on in the scratch of the next step."""
+    ended = []
+
+    def slow(me):
+        if me.rank == 0:
+            time.sleep(0.3 * busy)
+        else:
+            time.sleep(0.6)
+            ended.append(me.rank)
+
+    interrupt = threading.Timer(0.15, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        team.run(slow)
+        interrupt.join()
+    assert sorted(ended) == [1, 2]
+    assert works(team)
+
+
+def test_more_ranks_than_processors():
+    """Ranks that spin while the one they wait for has no processor: seconds a step."""
+    ranks, rounds = 5, 100
+    team, counts = Team(ranks), np.zeros(5 * LINE, np.int64)
+    early = []
+    start = time.perf_counter()
+    within(LIMIT, lambda: team.run(lambda me: early.append(meet(me, rounds, counts))))
+    assert early == [0] * ranks
+    assert time.perf_counter() - start < 5
