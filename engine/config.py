@@ -7,7 +7,7 @@ and nowhere else.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,9 +135,9 @@ def rope_theta(raw: dict) -> float:
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
             raise ValueError(f"config.json: {key} is {rope!r}, not an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in (None, "none", "default"):
-            raise ValueError(f"config.json: {key} of type {kind!r} is not implemented")
+        for kind in (rope.get("rope_type"), rope.get("type")):
+            if kind not in (None, "none", "default"):
+                raise ValueError(f"config.json: {key} of type {kind!r} is not implemented")
     inner = (raw.get("rope_parameters") or {}).get("rope_theta")
     return positive(raw.get("rope_theta") if inner is None else inner, "rope_theta")
 
@@ -155,7 +155,7 @@ def positive(value: object, key: str) -> float:
     if value is None:
         raise ValueError(f"config.json: {key} is missing")
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
+    if not number or not 0 < value <= sys.float_info.max:
         raise ValueError(f"config.json: {key} is {value!r}, not a number above 0")
     return float(value)
 

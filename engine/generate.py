@@ -38,6 +38,7 @@ class Generation:
         self._stream: TextStream | None = stream
         self._text, self._token_ids, self._finish_reason = "", [], None
         self._metrics: Metrics = metrics
+        self._tokens = self._run()
 
     @property
     def completion(self) -> Completion:
@@ -45,9 +46,12 @@ class Generation:
         return Completion(text, list(self._token_ids), self._finish_reason, self._metrics)
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text, whole characters only; joined they are the completion's text."""
+        """Pieces of text, whole characters only; joined they are the completion's text.
+
+        Iterating again goes on where the last iteration was left.
+        """
         assert self._stream is not None, "text needs a tokenizer"
-        for token in self.tokens():
+        for token in self._tokens:
             if piece := self._stream.push(token):
                 self._text += piece
                 yield piece
@@ -57,6 +61,9 @@ class Generation:
 
     def tokens(self) -> Iterator[int]:
         """Token ids as they are chosen."""
+        return self._tokens
+
+    def _run(self) -> Iterator[int]:
         self._finish_reason = "length"
         if self._limit == 0:
             return

@@ -11,6 +11,7 @@ from engine.kernels.sampling import sample
 from engine.kernels.simd import LANES
 
 GREEDY_BELOW = 1e-5  # temperatures under this one choose the largest logit, as 0 does
+HOTTEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class SamplingParams:
 
     def __post_init__(self):
         check("max_tokens", self.max_tokens, int, 0, None, optional=True)
-        check("temperature", self.temperature, float, 0, None)
+        check("temperature", self.temperature, float, 0, HOTTEST)
         check("top_k", self.top_k, int, -1, None)
         check("top_p", self.top_p, float, 0, 1, above=True)
         check("min_p", self.min_p, float, 0, 1)
@@ -40,12 +41,14 @@ def check(name, value, kind, low, high, optional=False, above=False) -> None:
     """ValueError unless `value` is a number of `kind` from (with `above`: above) low to high."""
     if optional and value is None:
         return
-    kinds = (int, np.integer) if kind is int else (int, float, np.integer, np.floating)
-    right = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    if right and (value > low if above else value >= low) and (high is None or value <= high):
-        return
+    kinds = (int,) if kind is int else (int, float)
+    value = value.item() if isinstance(value, np.generic) else value
+    high = math.inf if high is None else high
+    if isinstance(value, kinds) and not isinstance(value, bool) and value < math.inf:
+        if (value > low if above else value >= low) and value <= high:
+            return
     least = f"above {low}" if above else f"at least {low}"
-    most = "" if high is None else f" and at most {high}"
+    most = "" if high == math.inf else f" and at most {high}"
     number = "a whole number" if kind is int else "a number"
     raise ValueError(f"{name} is {value!r}; {number} {least}{most} is needed")
 
@@ -72,6 +75,5 @@ class Sampler:
         p, n = self.params, self._vocab_size
         if p.temperature < GREEDY_BELOW:
             return int(logits[:n].argmax())
-        top_k = min(p.top_k, n)
-        temperature = np.float32(p.temperature)
+        top_k, temperature = int(min(p.top_k, n)), np.float32(p.temperature)
         return sample(logits, n, temperature, top_k, float(p.top_p), float(p.min_p), self._rng)

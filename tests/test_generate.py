@@ -285,17 +285,12 @@ def test_interrupted_answer_is_kept(error):
     request = generation(ScriptedModel(*script[:3], error, *script[3:]), [1, 2])
     pieces = []
     with pytest.raises(type(error)):
-        pieces.extend(iter_into(request, pieces))
+        for piece in request:
+            pieces.append(piece)
     done = request.completion
     assert done.token_ids == script[:3] and done.finish_reason is None
     assert done.text == "".join(pieces) == TOKENIZER.decode(script[:3])
     assert len(done.metrics.per_forward_ms) == 3  # of the one that failed nothing is told
-
-
-def iter_into(request: Generation, pieces: list[str]) -> list[str]:
-    for piece in request:
-        pieces.append(piece)
-    return []
 
 
 def test_interrupted_prefill():

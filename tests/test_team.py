@@ -146,14 +146,13 @@ def test_run(team):
     assert works(team)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("bad", range(5))
-@pytest.mark.parametrize("team", [1, 2, 3, 5], indirect=True)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "team, bad", [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (5, 0), (5, 4)], indirect=["team"]
+)
 def test_a_rank_fails(team, bad, error):
     """A rank that fails before a barrier: others wait for ever, the error is lost, or the team
     stays broken, its barriers open, and every step after it computes garbage."""
-    if bad >= team.ranks:
-        pytest.skip("no such rank")
 
     def fails(me):
         if me.rank == bad:
@@ -194,7 +193,7 @@ def test_all_ranks_fail(team):
     assert works(team)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals wait for locks there")
+@pytest.mark.skipif(sys.platform == "win32", reason="no signal to one thread there")
 @pytest.mark.parametrize("busy", [0, 1])
 def test_control_c(team, busy):
     """An interrupt, in rank 0's own work or while it waits for the others: it leaves a rank behind
@@ -208,7 +207,8 @@ def test_control_c(team, busy):
             time.sleep(0.6)
             ended.append(me.rank)
 
-    interrupt = threading.Timer(0.15, signal.raise_signal, [signal.SIGINT])
+    here = threading.main_thread().ident
+    interrupt = threading.Timer(0.15, signal.pthread_kill, [here, signal.SIGINT])
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
         team.run(slow)

@@ -29,6 +29,7 @@ from engine.kernels.simd import (
 )
 
 LOWEST = np.float32(-np.inf)
+LEAST = np.float32(np.exp(-87.0))  # where exp ends: taken off, so that a logit of -inf weighs 0
 
 
 @intrinsic
@@ -76,6 +77,8 @@ def largest_ids(logits, n, k):
                 ids[count] = j
                 count += logits[j] >= least
     ids = ids[:count]
+    if count < k:  # only where logits are NaN, which compare with nothing
+        return np.arange(n)
     least = np.partition(logits[ids], count - k)[count - k]
     return ids[logits[ids] >= least]
 
@@ -90,7 +93,8 @@ def sample_all(logits, n, temperature, top_p, min_p, rng):
         peak = max(peak, lane_max(first_lanes(load(logits, i), n - i, LOWEST)))
     total = 0.0
     for i in range(0, n, LANES):
-        mass = first_lanes(exp((load(logits, i) - peak) / temperature), n - i, np.float32(0.0))
+        mass = exp((load(logits, i) - peak) / temperature) - LEAST
+        mass = first_lanes(mass, n - i, np.float32(0.0))
         store(masses, i, mass)
         sums[i // LANES] = lane_sum(mass)
         total += sums[i // LANES]
