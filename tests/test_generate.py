@@ -338,3 +338,15 @@ def test_cache_holds_all_but_the_last_token():
     list(request.tokens())
     assert [cache.seq_len(layer) for layer in range(2)] == [23, 23]
     assert cache.n_allocations == 4  # K and V of two layers, once
+
+
+def test_iterating_again_goes_on():
+    """A second loop over a request that was left would feed its prompt into a used cache."""
+    model = ScriptedModel(10, 11, 12, 3)
+    request = generation(model)
+    for _ in request:
+        break
+    list(request)
+    assert request.completion.token_ids == [10, 11, 12, 3]
+    assert model.fed == [1, 10, 11, 12]
+    assert list(request) == [] and request.completion.finish_reason == "stop"
