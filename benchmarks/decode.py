@@ -51,17 +51,22 @@ def main(argv: list[str] | None = None) -> None:
 
 def time_steps(llm: LLM, rows: int, n: int) -> list[float]:
     """Seconds of `n` decode steps after `rows` rows that hold data."""
-    model, rng = llm._model, np.random.default_rng(rows)
-    cache = BasicKvCache(n_layers=llm.config.n_layers, kv_dim=llm.config.kv_dim)
-    for layer in range(llm.config.n_layers):
-        k = rng.standard_normal((rows, llm.config.kv_dim), dtype=np.float32)
-        cache.set_prefill(layer, k, k)
+    model, cache, rng = llm._model, filled_cache(llm, rows), np.random.default_rng(rows)
     logits, took = model.new_logits(1), []
     for token in rng.integers(0, llm.config.vocab_size, n):
         start = time.perf_counter()
         model.forward(np.array([token]), cache, False, logits)
         took.append(time.perf_counter() - start)
     return took
+
+
+def filled_cache(llm: LLM, rows: int) -> BasicKvCache:
+    """A cache of `rows` rows that hold data: pages never written would be read from cache."""
+    cache, rng = llm._cache(), np.random.default_rng(rows)
+    for layer in range(llm.config.n_layers):
+        k = rng.standard_normal((rows, llm.config.kv_dim), dtype=np.float32)
+        cache.set_prefill(layer, k, k)
+    return cache
 
 
 if __name__ == "__main__":

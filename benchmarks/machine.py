@@ -1,4 +1,4 @@
-"""The machine's own limits: how fast it reads memory, and what it is."""
+"""The machine's own limits: how fast it reads memory, how fast it multiplies, and what it is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from pathlib import Path
 import numpy as np
 
 from engine import memory
+from engine.kernels.int8 import (
+    Q_TYPE,
+    STEP,
+    STEP_GROUPS,
+    STEP_TOKENS,
+    tile_scaled,
+    tile_start,
+    tile_step,
+)
 from engine.kernels.jit import cpu, kernel
 from engine.kernels.simd import LANES, lane_sum, load, splat
 from engine.kernels.team import share
+from engine.kernels.tile import TILE_GROUPS, TILE_TOKENS, tile_dot, tile_store, tile_zero
 from engine.model import Team
 
 SIZE = 512 << 20  # bytes: far more than any cache holds
+COLUMNS = 64  # of the tiles that measure arithmetic: 10 kB of floats, a third of an L1
+PASSES = 20_000  # over those columns: some 5 ms
 
 
 @kernel
@@ -46,6 +58,74 @@ class ReadBandwidth:
         start = time.perf_counter()
         self._team.run(read_all, self._data, self._sums)
         return SIZE / (time.perf_counter() - start)
+
+
+@kernel
+def multiply_floats(me, out, w, x, passes):
+    """Add w x to a float32 tile `passes` times; w, (groups, COLUMNS, 16), and x stay in L1."""
+    total = tile_zero(TILE_GROUPS, TILE_TOKENS)
+    for _ in range(passes):
+        total = tile_dot(total, w, 0, LANES, COLUMNS * LANES, x, 0, COLUMNS, TILE_TOKENS, COLUMNS)
+    at = me.rank * (len(out) // me.ranks)
+    tile_store(out, at, TILE_GROUPS * LANES, TILE_TOKENS, total, False)
+
+
+@kernel
+def multiply_bytes(me, out, w, scales, x, x_scales, sums, passes):
+    """Add w x to an int32 tile `passes` times, 8-bit factors in the form that int8.py chose.
+
+    What it adds up to is of no use, and passes 2^31 on the way.
+    """
+    total = tile_zero(STEP_GROUPS, STEP_TOKENS)
+    acc = tile_start(total, sums, 0, 1, STEP_TOKENS)
+    for _ in range(passes):
+        for i in range(0, COLUMNS, STEP):
+            acc = tile_step(acc, w, i * LANES, COLUMNS * LANES, x, i, COLUMNS, STEP_TOKENS)
+    total = tile_scaled(total, acc, scales, 0, LANES, x_scales, 0, 1, STEP_TOKENS)
+    at = me.rank * (len(out) // me.ranks)
+    tile_store(out, at, STEP_GROUPS * LANES, STEP_TOKENS, total, False)
+
+
+class Arithmetic:
+    """Measures multiplying and adding, in the tiles that the kernels use, where no load waits.
+
+    A product and its sum are two operations. "f32" is the peak of bf16 weights too, which are
+    widened.
+    """
+
+    KINDS = ("f32", "int8")
+
+    def __init__(self, threads: int):
+        self._team = Team(threads)
+        room = threads * 2 * LANES * max(TILE_TOKENS, STEP_TOKENS)
+        out = memory.zeros(room)
+
+        def full(n: int, dtype=np.float32) -> np.ndarray:
+            return np.ones(n, dtype)
+
+        floats = full(2 * COLUMNS * LANES), full(TILE_TOKENS * COLUMNS)
+        weights, scales = full(2 * COLUMNS * LANES, np.uint8), full(2 * LANES, np.uint16)
+        x, x_scales = full(STEP_TOKENS * COLUMNS, Q_TYPE), full(STEP_TOKENS)
+        sums = full(STEP_TOKENS, np.int32)
+        self._work = {
+            "f32": (multiply_floats, out, *floats),
+            "int8": (multiply_bytes, out, weights, scales, x, x_scales, sums),
+        }
+        tile = {"f32": TILE_GROUPS * TILE_TOKENS, "int8": STEP_GROUPS * STEP_TOKENS}
+        self._operations = {
+            kind: 2 * tile[kind] * LANES * COLUMNS * PASSES * threads for kind in self.KINDS
+        }
+        for kind in self.KINDS:
+            self.measure(kind)
+
+    def measure(self, kind: str) -> float:
+        """Operations a second of `kind`, all ranks together: the best of three."""
+        took = []
+        for _ in range(3):
+            start = time.perf_counter()
+            self._team.run(*self._work[kind], PASSES)
+            took.append(time.perf_counter() - start)
+        return self._operations[kind] / min(took)
 
 
 def describe() -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from engine.cache import BasicKvCache
 from engine.config import ModelConfig
 from engine.generate import Completion, Generation
+from engine.kernels.int8 import FORM
 from engine.kernels.jit import compilation
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.hub import resolve
@@ -39,7 +40,7 @@ class LLM:
         self,
         model: str | os.PathLike | None = None,
         *,
-        weights: str = "bf16",
+        weights: str = "q8_0",
         kv_cache: str = "basic",
         backend: str = "simd",
         threads: int | None = None,
@@ -48,10 +49,11 @@ class LLM:
     ):
         """Open `model`: a directory, a hub name (`owner/name`, `owner/name@revision`), or None.
 
-        None is the small model built into the package. weights: "bf16" or "f32", how they are
-        kept in memory. threads: None for one a core. context: the most positions, prompt and
-        generated text together; None for what the model was trained for. prefill_chunk: how many
-        tokens of a prompt are computed in one step. ValueError says what cannot be used and why.
+        None is the small model built into the package. weights: how matrices are kept in memory,
+        "q8_0" (8 bits and a scale for 32), "bf16" or "f32". threads: None for one a core. context:
+        the most positions, prompt and generated text together; None for what the model was trained
+        for. prefill_chunk: how many tokens of a prompt are computed in one step. ValueError says
+        what cannot be used and why.
         """
         one_of("weights", weights, KINDS)
         one_of("kv_cache", kv_cache, KV_CACHES)
@@ -76,7 +78,8 @@ class LLM:
         self.settings = {
             "model": str(path) if model else "built-in",
             "backend": backend,
-            "weights": weights if backend == "simd" else "f32",
+            "weights": weights,
+            "int8": FORM,
             "kv_cache": kv_cache,
             "threads": threads,
             "context": self.context,
@@ -84,7 +87,7 @@ class LLM:
         }
         with Checkpoint(path) as checkpoint, compilation.announced():
             if backend == "numpy":
-                tensors = load_float32(checkpoint, self.config)
+                tensors = load_float32(checkpoint, self.config, weights)
                 self._model = NumpyModel(self.config, tensors, prefill_chunk)
             else:
                 packed = load_weights(checkpoint, self.config, weights, threads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import numba
 import numpy as np
@@ -17,7 +18,8 @@ from engine.cache import BasicKvCache
 from engine.config import ModelConfig
 from engine.kernels.attention import CHUNK, parts_size, prompt_work_size
 from engine.kernels.forward import Scratch, Sizes, Weights, step
-from engine.kernels.matmul import padded
+from engine.kernels.int8 import Q_TYPE
+from engine.kernels.matmul import BLOCK, Q8, Inputs, Rows, padded
 from engine.kernels.rope import rope_table
 from engine.kernels.team import Rank, break_team, new_flags
 
@@ -41,16 +43,24 @@ class SimdModel:
             c.norm_eps,
         )
         per_rank = max(prompt_work_size(c.head_dim), c.n_heads * CHUNK)
-        widths = {
-            "x": padded(c.dim),
-            "h": padded(c.dim),
-            "q": c.q_dim,
-            "attended": c.q_dim,
-            "gate": padded(c.hidden_dim),
-            "up": padded(c.hidden_dim),
-        }
+        quantized = isinstance(weights.wq, Q8)
+
+        def rows(width: int) -> Rows:
+            return Rows(memory.zeros(max_tokens * padded(width)), 0, padded(width))
+
+        def inputs(width: int) -> Inputs:
+            size = max_tokens * padded(width) if quantized else 0
+            kinds = {"q": Q_TYPE, "scales": np.float32, "sums": np.int32}
+            sizes = {"q": size, "scales": size // BLOCK, "sums": size // BLOCK}
+            return Inputs(rows(width), **{n: memory.zeros(sizes[n], t) for n, t in kinds.items()})
+
         self.scratch = Scratch(
-            **{name: memory.zeros(max_tokens * width) for name, width in widths.items()},
+            x=rows(c.dim),
+            h=inputs(c.dim),
+            q=Rows(memory.zeros(max_tokens * c.q_dim), 0, c.q_dim),
+            attended=inputs(c.q_dim),
+            gate=inputs(c.hidden_dim),
+            up=rows(c.hidden_dim),
             parts=memory.zeros(0),
             work=memory.zeros(threads * per_rank),
         )
@@ -85,9 +95,10 @@ class SimdModel:
 
     def bytes_per_token(self, n_rows: int) -> int:
         """Bytes that a decode step reads with `n_rows` rows in the cache: its lower bound."""
-        read = self.weights._replace(embedding=self.weights.final_norm[:0])  # one row of it
+        read = self.weights._replace(embedding=())  # one row of it
         rows = 2 * 4 * self.config.n_layers * self.config.kv_dim * n_rows
-        return sum(array.nbytes for array in read) + rows
+        arrays = (a for part in read for a in (part if isinstance(part, tuple) else (part,)))
+        return sum(a.nbytes for a in arrays) + rows
 
     def compile(self) -> None:
         """Load or compile the step, prefill and decode alike, without running it."""
@@ -127,13 +138,15 @@ class Team:
             for rank in range(1, self.ranks):
                 others.append(self._pool.submit(self._run_rank, rank, function, args))
             function(Rank(0, self.ranks, self.flags), *args)
+            for other in others:
+                other.result()
         except BaseException:
             break_team(self.flags)
-            wait(others)
+            while any(not other.done() for other in others):
+                with suppress(KeyboardInterrupt):  # a second one must not leave a rank at work
+                    wait(others)
             self.flags = new_flags(self.ranks)
             raise
-        for other in others:
-            other.result()
 
     def _run_rank(self, rank: int, function, args) -> None:
         try:

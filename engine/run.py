@@ -47,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
     ap.add_argument("--min-p", type=float, default=defaults.min_p, metavar="P", help="0: all")
     ap.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     ap.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
-    ap.add_argument("--weights", choices=list(KINDS), default="bf16")
+    ap.add_argument(
+        "--weights", choices=list(KINDS), default="q8_0", help="how matrices are kept in memory"
+    )
     ap.add_argument("--kv-cache", choices=list(KV_CACHES), default="basic")
     ap.add_argument("--backend", choices=BACKENDS, default="simd")
     ap.add_argument("--threads", type=int, metavar="N", help="default: one a core")

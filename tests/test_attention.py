@@ -14,6 +14,7 @@ from engine.kernels.attention import (
     prompt_attention,
     prompt_work_size,
 )
+from engine.kernels.matmul import Rows
 from engine.kernels.team import Rank, new_flags
 
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 400)
@@ -47,7 +48,8 @@ def run_prompt(out, q, k, v, start, n_tokens, heads, ranks) -> None:
     work, flags = nans(ranks, prompt_work_size(heads.head_dim)), new_flags(ranks)
     for rank in range(ranks):
         me, at = Rank(rank, ranks, flags), rank * work.shape[1]
-        prompt_attention(out, q, k, v, start, n_tokens, heads, work.ravel(), at, me)
+        rows = Rows(out, 0, heads.n_heads * heads.head_dim)
+        prompt_attention(rows, q, k, v, start, n_tokens, heads, work.ravel(), at, me)
 
 
 def decode(q, k, v, heads, n_rows=None, ranks=1) -> np.ndarray:

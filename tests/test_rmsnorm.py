@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.kernels.matmul import Rows
 from engine.kernels.rmsnorm import rmsnorm, rmsnorm_rows
 
 EPS = 1e-6
@@ -12,7 +13,7 @@ EPS = 1e-6
 
 def run(out, x, at, weight, weight_at, n, width, first, last, eps=EPS) -> None:
     """The kernel's one call in this file."""
-    rmsnorm_rows(out, x, at, weight, weight_at, n, width, eps, first, last)
+    rmsnorm_rows(Rows(out, at, width), Rows(x, at, width), weight, weight_at, n, eps, first, last)
 
 
 def twin(x, weight, eps=EPS):

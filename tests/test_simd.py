@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from engine.kernels import simd
-from engine.kernels.simd import LANES, first_lanes, lane_max, lane_sum, load, store, tile_zero
+from engine.kernels.simd import LANES, first_lanes, lane_max, lane_sum, load, store
+from engine.kernels.tile import tile_dot, tile_store, tile_zero
 
 NUMBERS = np.random.default_rng(0).standard_normal(3 * 1024).astype(np.float32).reshape(3, -1)
 SPECIAL = np.float32([0, -0.0, 1, -1, 1e-40, -1e-40, 3e38, -3e38, np.inf, -np.inf])
@@ -263,8 +264,8 @@ def test_exp_beyond_the_ends():
 def tile_by_hand(out, w, x, stride, w_stride, valid):
     """2 groups x 4 tokens, of which `valid` count: 3 columns of w, 10 floats a token of x."""
     total = tile_zero(2, 4)
-    total = simd.tile_dot(total, w, 0, 8, w_stride, x, 0, 10, valid, 3)
-    simd.tile_store(out, 0, stride, valid, total, False)
+    total = tile_dot(total, w, 0, 8, w_stride, x, 0, 10, valid, 3)
+    tile_store(out, 0, stride, valid, total, False)
 
 
 @pytest.mark.parametrize("valid", [1, 2, 3, 4])

@@ -19,7 +19,6 @@ import numpy as np
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.simd import (
     LANES,
-    TILE_TOKENS,
     exp,
     first_lanes,
     fma,
@@ -29,11 +28,9 @@ from engine.kernels.simd import (
     load,
     splat,
     store,
-    tile_dot,
-    tile_store,
-    tile_zero,
 )
 from engine.kernels.team import share
+from engine.kernels.tile import TILE_TOKENS, tile_dot, tile_store, tile_zero
 
 CHUNK = 64  # rows of a chunk
 BLOCK = 192  # queries that share a packed chunk of K: packing is then 5% of their work
@@ -147,14 +144,14 @@ def merge_chunks(out, parts, n_rows, heads, me):
 
 def prompt_work_size(head_dim: int) -> int:
     """Floats of working memory that a rank needs for `prompt_attention`."""
-    return BLOCK * (2 * head_dim + CHUNK + 2) + CHUNK * head_dim
+    return BLOCK * (2 * head_dim + CHUNK + 2) + 2 * CHUNK * head_dim
 
 
 @kernel
 def prompt_attention(out, q, k, v, start, n_tokens, heads, work, work_at, me):
     """out[t] = softmax(q[t] k^T) v over rows 0 to start + t, for this rank's queries.
 
-    q, out: (n_tokens, n_heads, head_dim). k, v: (start + n_tokens, n_kv_heads * head_dim).
+    out: Rows. q: (n_tokens, n_heads, head_dim). k, v: (start + n_tokens, n_kv_heads * head_dim).
     `work` has room for `prompt_work_size(head_dim)` from `work_at`.
     The queries of one key head are numbered t * group + head, and taken in blocks.
     """
@@ -177,6 +174,7 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
     peaks = scores + BLOCK * CHUNK  # (BLOCK,) largest scores
     totals = peaks + BLOCK  # (BLOCK,) sums of exponentials
     keys = totals + BLOCK  # (CHUNK, head_dim) packed as weights are
+    values = keys + CHUNK * head_dim  # (CHUNK, head_dim): in K and V every row is another page
 
     for r in range(n):
         token, head = (first + r) // group, kv_head * group + (first + r) % group
@@ -189,7 +187,7 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
     n_rows = start + (first + n - 1) // group + 1  # that the block's last query sees
     for row in range(0, n_rows, CHUNK):
         at = row * kv_dim + kv_head * head_dim
-        pack_keys(work, keys, k, at, kv_dim, min(CHUNK, n_rows - row), head_dim)
+        copy_chunk(work, keys, values, k, v, at, kv_dim, min(CHUNK, n_rows - row), head_dim)
         for r in range(0, n, TILE_TOKENS):
             valid = min(TILE_TOKENS, n - r)
             seen = min(CHUNK, start + (first + r + valid - 1) // group + 1 - row)
@@ -212,20 +210,24 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
 
             for d in range(0, head_dim if seen > 0 else 0, LANES):
                 total = tile_zero(1, TILE_TOKENS)
-                total = tile_dot(total, v, at + d, kv_dim, 0, work, p_at, CHUNK, valid, seen)
+                w_at = values + d
+                total = tile_dot(total, work, w_at, head_dim, 0, work, p_at, CHUNK, valid, seen)
                 tile_store(work, sums_at + d, head_dim, valid, total, True)
 
     for r in range(n):
         token, head = (first + r) // group, kv_head * group + (first + r) % group
-        at = (token * n_heads + head) * head_dim
+        at = out.at + token * out.stride + head * head_dim
         for i in range(0, head_dim, LANES):
-            store(out, at + i, load(work, sums + r * head_dim + i) / work[totals + r])
+            store(out.data, at + i, load(work, sums + r * head_dim + i) / work[totals + r])
 
 
 @inlined
-def pack_keys(work, to, k, at, kv_dim, n_keys, head_dim):
-    """Keys of one head, (n_keys, head_dim) with rows from k[at] on, packed as weights are."""
-    for j in range(n_keys):
-        first = to + j // LANES * head_dim * LANES + j % LANES
+def copy_chunk(work, keys, values, k, v, at, kv_dim, n_rows, head_dim):
+    """K and V of one head, (n_rows, head_dim) from `at` on: K packed as weights are, V as it is."""
+    for j in range(n_rows):
+        row = at + j * kv_dim
+        key = keys + j // LANES * head_dim * LANES + j % LANES
         for i in range(head_dim):
-            work[first + i * LANES] = k[at + j * kv_dim + i]
+            work[key + i * LANES] = k[row + i]
+        for i in range(0, head_dim, LANES):
+            store(work, values + j * head_dim + i, load(v, row + i))

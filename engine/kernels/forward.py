@@ -11,10 +11,20 @@ from numba.extending import intrinsic
 
 from engine.kernels.attention import Heads, decode_attention, merge_chunks, prompt_attention
 from engine.kernels.jit import inlined, kernel
-from engine.kernels.matmul import Rows, matmul, of_layer, padded
+from engine.kernels.matmul import (
+    BLOCK,
+    Q8,
+    Floats,
+    Inputs,
+    Rows,
+    embed,
+    matmul,
+    of_layer,
+    prepare,
+)
 from engine.kernels.rmsnorm import rmsnorm, rmsnorm_rows
 from engine.kernels.rope import rotate
-from engine.kernels.simd import LANES, exp, load, store, widen
+from engine.kernels.simd import LANES, exp, load, store
 from engine.kernels.team import barrier, share
 
 
@@ -32,35 +42,35 @@ class Sizes(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A model's weights, each flat, layers one after the other; matrices packed (see matmul.py)."""
+    """A model's weights, layers one after the other; matrices packed (see matmul.py)."""
 
-    embedding: np.ndarray  # (vocab_size, dim)
-    head: np.ndarray  # (vocab_size, dim); the embedding itself where they are tied
-    wq: np.ndarray  # (n_layers, q_dim, dim)
-    wk: np.ndarray  # (n_layers, kv_dim, dim)
-    wv: np.ndarray  # (n_layers, kv_dim, dim)
-    wo: np.ndarray  # (n_layers, dim, q_dim)
-    w_gate: np.ndarray  # (n_layers, hidden_dim, dim)
-    w_up: np.ndarray  # (n_layers, hidden_dim, dim)
-    w_down: np.ndarray  # (n_layers, dim, hidden_dim)
-    attention_norm: np.ndarray  # (n_layers, dim_padded) float32, as all norms
-    mlp_norm: np.ndarray  # (n_layers, dim_padded)
-    final_norm: np.ndarray  # (dim_padded,)
-    q_norm: np.ndarray  # (n_layers, head_dim)
-    k_norm: np.ndarray  # (n_layers, head_dim)
+    embedding: Floats | Q8  # (vocab_size, dim)
+    head: Floats | Q8  # (vocab_size, dim); the embedding itself where they are tied
+    wq: Floats | Q8  # (n_layers, q_dim, dim)
+    wk: Floats | Q8  # (n_layers, kv_dim, dim)
+    wv: Floats | Q8  # (n_layers, kv_dim, dim)
+    wo: Floats | Q8  # (n_layers, dim, q_dim)
+    w_gate: Floats | Q8  # (n_layers, hidden_dim, dim)
+    w_up: Floats | Q8  # (n_layers, hidden_dim, dim)
+    w_down: Floats | Q8  # (n_layers, dim, hidden_dim)
+    attention_norm: np.ndarray  # (n_layers, padded dim) float32, as all norms
+    mlp_norm: np.ndarray  # (n_layers, padded dim)
+    final_norm: np.ndarray  # (padded dim,)
+    q_norm: np.ndarray  # (n_layers, padded head_dim)
+    k_norm: np.ndarray  # (n_layers, padded head_dim)
 
 
 class Scratch(NamedTuple):
-    """What a step works in, for up to T tokens; flat float32."""
+    """What a step works in, for up to T tokens, row by row."""
 
-    x: np.ndarray  # (T, dim_padded) the residual stream
-    h: np.ndarray  # (T, dim_padded) normed
-    q: np.ndarray  # (T, n_heads, head_dim)
-    attended: np.ndarray  # (T, n_heads, head_dim)
-    gate: np.ndarray  # (T, hidden_padded)
-    up: np.ndarray  # (T, hidden_padded)
+    x: Rows  # (T, dim) the residual stream
+    h: Inputs  # (T, dim) normed
+    q: Rows  # (T, n_heads, head_dim)
+    attended: Inputs  # (T, n_heads, head_dim)
+    gate: Inputs  # (T, hidden_dim)
+    up: Rows  # (T, hidden_dim)
     parts: np.ndarray  # what a generated token's chunks gather (see attention.py)
-    work: np.ndarray  # (ranks, work_size) each rank's own
+    work: np.ndarray  # (ranks, work_size) float32, each rank's own
 
 
 @intrinsic
@@ -85,18 +95,13 @@ def step(me, sizes, weights, rope, kv, capacity, ids, start, is_prompt, s, logit
     n, dim, hidden_dim, eps = len(ids), sizes.dim, sizes.hidden_dim, sizes.norm_eps
     heads = Heads(sizes.n_heads, sizes.n_kv_heads, sizes.head_dim)
     q_dim, kv_dim = heads.n_heads * heads.head_dim, heads.n_kv_heads * heads.head_dim
-    row, hidden_row = padded(dim), padded(hidden_dim)
-    x, h, q = Rows(s.x, 0, row), Rows(s.h, 0, row), Rows(s.q, 0, q_dim)
-    attended, gate, up = (
-        Rows(s.attended, 0, q_dim),
-        Rows(s.gate, 0, hidden_row),
-        Rows(s.up, 0, hidden_row),
-    )
+    x, h, q, attended, gate, up = s.x, s.h, s.q, s.attended, s.gate, s.up
+    row, q_row, hidden_row = x.stride, attended.rows.stride, up.stride
     first, last = share(n, me)  # this rank's tokens, where an operation is shared by tokens
     work_at = me.rank * (len(s.work) // me.ranks)
 
     for t in range(first, last):
-        embed(s.x, t * row, weights.embedding, ids[t], dim)
+        embed(weights.embedding, x.data, t * row, ids[t], dim)
 
     for layer in range(sizes.n_layers):
         k_cache = carray(float_pointer(kv[layer, 0]), (capacity * kv_dim,))
@@ -104,7 +109,8 @@ def step(me, sizes, weights, rope, kv, capacity, ids, start, is_prompt, s, logit
         k, v = Rows(k_cache, start * kv_dim, kv_dim), Rows(v_cache, start * kv_dim, kv_dim)
 
         # h = norm(x); q, k, v = wq h, wk h, wv h, with k and v written into their cache rows
-        rmsnorm_rows(s.h, s.x, 0, weights.attention_norm, layer * row, dim, row, eps, first, last)
+        rmsnorm_rows(h.rows, x, weights.attention_norm, layer * row, dim, eps, first, last)
+        prepare(weights.wq, h, first, last, 0, row)
         barrier(me)
         matmul(q, of_layer(weights.wq, layer, q_dim, dim), h, n, False, me)
         matmul(k, of_layer(weights.wk, layer, kv_dim, dim), h, n, False, me)
@@ -120,56 +126,54 @@ def step(me, sizes, weights, rope, kv, capacity, ids, start, is_prompt, s, logit
         # x += wo attention(q, all rows of k and v so far, the tokens' own included)
         if is_prompt:
             prompt_attention(
-                s.attended, s.q, k_cache, v_cache, start, n, heads, s.work, work_at, me
+                attended.rows, q.data, k_cache, v_cache, start, n, heads, s.work, work_at, me
             )
         else:
-            decode_attention(s.parts, s.q, k_cache, v_cache, start + 1, heads, s.work, work_at, me)
+            decode_attention(
+                s.parts, q.data, k_cache, v_cache, start + 1, heads, s.work, work_at, me
+            )
             barrier(me)
-            merge_chunks(s.attended, s.parts, start + 1, heads, me)
+            merge_chunks(attended.rows.data, s.parts, start + 1, heads, me)
+        barrier(me)
+        prepare(weights.wo, attended, first, last, 0, q_row)
         barrier(me)
         matmul(x, of_layer(weights.wo, layer, dim, q_dim), attended, n, True, me)
         barrier(me)
 
         # x += w_down (silu(w_gate h) * w_up h), h = norm(x)
-        rmsnorm_rows(s.h, s.x, 0, weights.mlp_norm, layer * row, dim, row, eps, first, last)
+        rmsnorm_rows(h.rows, x, weights.mlp_norm, layer * row, dim, eps, first, last)
+        prepare(weights.w_gate, h, first, last, 0, row)
         barrier(me)
-        matmul(gate, of_layer(weights.w_gate, layer, hidden_dim, dim), h, n, False, me)
+        matmul(gate.rows, of_layer(weights.w_gate, layer, hidden_dim, dim), h, n, False, me)
         matmul(up, of_layer(weights.w_up, layer, hidden_dim, dim), h, n, False, me)
-        swiglu(s.gate, s.up, hidden_row, n, me)
+        a, z = share(hidden_row // BLOCK, me)  # the columns whose products this rank computed
+        swiglu(gate.rows, up, n, a * BLOCK, z * BLOCK)
+        prepare(weights.w_down, gate, 0, n, a * BLOCK, z * BLOCK)
         barrier(me)
         matmul(x, of_layer(weights.w_down, layer, dim, hidden_dim), gate, n, True, me)
         barrier(me)
 
     # logits = head norm(x), of the last tokens
     n_logits = len(logits)
-    last_row = (n - n_logits) * row
+    behind = Rows(x.data, (n - n_logits) * row, row)
     first, last = share(n_logits, me)
-    rmsnorm_rows(s.h, s.x, last_row, weights.final_norm, 0, dim, row, eps, first, last)
+    rmsnorm_rows(h.rows, behind, weights.final_norm, 0, dim, eps, first, last)
+    prepare(weights.head, h, first, last, 0, row)
     barrier(me)
     head = of_layer(weights.head, 0, sizes.vocab_size, dim)
     out = Rows(logits.reshape(logits.size), 0, logits.shape[1])
-    matmul(out, head, Rows(s.h, last_row, row), n_logits, False, me)
+    matmul(out, head, h, n_logits, False, me)
     barrier(me)
-
-
-@inlined
-def embed(x, at, embedding, token, dim):
-    """x[at : at + padded dim] = row `token` of the packed (vocab_size, dim) embedding."""
-    first = token // LANES * dim * LANES + token % LANES
-    for i in range(dim):
-        x[at + i] = widen(embedding[first + i * LANES])
-    for i in range(dim, padded(dim)):
-        x[at + i] = np.float32(0.0)
 
 
 @inlined
 def norm_and_rotate(x, weight, layer, n_heads, heads, eps, rope, start, n, me):
     """RMSNorm of each head of x, (n, n_heads, head_dim), then its rotary position."""
-    head_dim = heads.head_dim
+    head_dim, norm = heads.head_dim, layer * padded(heads.head_dim)
     first, last = share(n * n_heads, me)
     for i in range(first, last):
         at = x.at + i * head_dim
-        rmsnorm(x.data, at, x.data, at, weight, layer * head_dim, head_dim, head_dim, eps)
+        rmsnorm(x.data, at, x.data, at, weight, norm, head_dim, head_dim, eps)
         rotate(x.data, at, head_dim, rope, start + i // n_heads)
 
 
@@ -183,10 +187,10 @@ def divide(q, heads, n, me):
 
 
 @inlined
-def swiglu(gate, up, row, n, me):
-    """gate = gate / (1 + exp(-gate)) * up, in the columns whose products this rank computed."""
-    first, last = share(row // LANES, me)
+def swiglu(gate, up, n, start, stop):
+    """gate = gate / (1 + exp(-gate)) * up, in columns start to stop of n rows."""
+    one = np.float32(1.0)
     for t in range(n):
-        for i in range(t * row + first * LANES, t * row + last * LANES, LANES):
-            g = load(gate, i)
-            store(gate, i, g / (exp(np.float32(0.0) - g) + np.float32(1.0)) * load(up, i))
+        for i in range(t * gate.stride + start, t * gate.stride + stop, LANES):
+            g = load(gate.data, i)
+            store(gate.data, i, g / (exp(np.float32(0.0) - g) + one) * load(up.data, i))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
+import os
 import sys
 import time
 import warnings
@@ -20,6 +22,7 @@ from pathlib import Path
 import numba
 from llvmlite import binding
 from numba.core import caching, config
+from numba.core.codegen import get_host_cpu_features
 from numba.misc.appdirs import AppDirs
 
 # No fastmath: a sum's order is written out by the kernel, in vector types, so that its bits depend
@@ -30,17 +33,20 @@ FLAGS = {"nogil": True, "error_model": "numpy"}
 def cpu() -> tuple[str, str]:
     """The processor that kernels are compiled for: its name and its features, as LLVM says them."""
     name = config.CPU_NAME or binding.get_host_cpu_name()
-    features = config.CPU_FEATURES
-    if features is None:
-        features = binding.get_host_cpu_features().flatten() if not config.CPU_NAME else ""
+    features = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
     return name, features
+
+
+def has(feature: str) -> bool:
+    """Whether the processor that kernels are compiled for has `feature`."""
+    return f"+{feature}" in cpu()[1].split(",")
 
 
 @functools.cache
 def cache_dir() -> Path:
     """Where compiled kernels of exactly these sources, on this processor, are kept."""
     key = hashlib.sha256(repr((numba.__version__, sys.version_info[:3], cpu())).encode())
-    key.update(repr((config.BOUNDSCHECK, config.OPT, config.DEBUGINFO_DEFAULT)).encode())
+    key.update(repr((config.BOUNDSCHECK, config.OPT, os.environ.get("ENGINE_INT8"))).encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         key.update(file.name.encode() + file.read_bytes())
     base = config.CACHE_DIR or AppDirs(appname="engine", appauthor=False).user_cache_dir
@@ -65,16 +71,54 @@ class CacheImpl(caching.CompileResultCacheImpl):
     _locator_classes = [Locator]
 
 
+class CheckedFiles(caching.IndexDataCacheFile):
+    """Numba's files of one kernel, each with a checksum behind its pickle.
+
+    Damage inside machine code does not show when it is loaded: it crashes the process, or worse.
+    """
+
+    @contextmanager
+    def _open_for_write(self, filepath):
+        with super()._open_for_write(filepath) as file:
+            content = io.BytesIO()
+            yield content
+            file.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
+
+    def load(self, key):
+        check_sum(self._index_path)
+        return super().load(key)
+
+    def _load_data(self, name):
+        check_sum(self._data_path(name))
+        return super()._load_data(name)
+
+
+def check_sum(path: str) -> None:
+    """ValueError if the file is not as it was written."""
+    if Path(path).exists():
+        data = Path(path).read_bytes()
+        if hashlib.sha256(data[:-32]).digest() != data[-32:]:
+            raise ValueError("its checksum is wrong")
+
+
 class KernelCache(caching.FunctionCache):
     """Numba's cache for one kernel, where no state of the disk can end the program."""
 
     _impl_class = CacheImpl
 
+    def __init__(self, py_func):
+        super().__init__(py_func)
+        base, stamp = self._impl.filename_base, self._impl.locator.get_source_stamp()
+        self._cache_file = CheckedFiles(self._cache_path, base, stamp)
+
     def load_overload(self, sig, target_context):
         try:
             found = super().load_overload(sig, target_context)
+            if found is not None and found.signature.args != tuple(sig):
+                raise ValueError(f"it is for {found.signature}")
         except Exception as e:  # a truncated pickle can raise anything
-            warn(f"a compiled kernel in {self.cache_path} is damaged ({e!r}); compiling it anew")
+            fault = f"{type(e).__name__} in {self.cache_path}"
+            warn(f"a compiled kernel is damaged, and compiled anew ({fault})")
             Path(self._cache_file._index_path).unlink(missing_ok=True)
             found = None
         if found is None:

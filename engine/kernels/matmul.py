@@ -1,9 +1,14 @@
 """Matrix products with packed weights.
 
-A matrix of (n, k) is kept in groups of 16 rows, column by column, so that the 16 weights of a
-column are one vector: `packed[(r // 16 * k + c) * 16 + r % 16] = w[r, c]`, rows padded with zeros
-to a multiple of 16. No sum crosses lanes, and the order of every sum is that of the columns, so a
-token gets the same bits alone and among others.
+A matrix of (n, k) is kept in groups of 16 rows, so that the weights which meet one activation are
+one vector; rows are padded with zeros to whole groups. No sum crosses lanes, and the order of every
+sum is that of the columns, so a token gets the same bits alone and among others.
+
+Floats: column by column, `data[(r // 16 * k + c) * 16 + r % 16] = w[r, c]`, float32 or bfloat16.
+Q8_0: columns padded to whole blocks of 32, S = STEP of them at a time (see int8.py),
+`data[(r // 16 * k + c // S * S) * 16 + r % 16 * S + c % S] = q[r, c] + 128`, with a float16 scale
+for 32 columns of a row, `scales[(r // 16 * (k // 32) + c // 32) * 16 + r % 16]`. Activations are
+quantised as well, in blocks of 32 with a scale of their own.
 """
 
 from __future__ import annotations
@@ -11,23 +16,58 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
-from engine.kernels.jit import inlined, kernel
-from engine.kernels.simd import LANES, TILE_GROUPS, TILE_TOKENS, tile_dot, tile_store, tile_zero
+from engine.kernels.int8 import (
+    STEP,
+    STEP_GROUPS,
+    STEP_TOKENS,
+    from_half,
+    store_whole,
+    tile_scaled,
+    tile_start,
+    tile_step,
+)
+from engine.kernels.jit import FLAGS, inlined, kernel
+from engine.kernels.simd import LANES, lane_max, lane_sum, largest, load, magnitude, nearest, widen
 from engine.kernels.team import share
+from engine.kernels.tile import (
+    TILE_GROUPS,
+    TILE_TOKENS,
+    tile_dot,
+    tile_groups,
+    tile_store,
+    tile_tokens,
+    tile_zero,
+)
 
-# One token's product waits for memory. Four row groups at once are four independent chains of
-# FMAs, which is what it takes to keep up with it.
+BLOCK = 32  # weights that share a scale
+# One token's product waits for memory. Four row groups at once are four independent streams and
+# chains of sums, which is what it takes to keep up with it.
 ALONE_GROUPS = 4
 
 
-class Matrix(NamedTuple):
-    """A packed (n, k) matrix that starts at data[at], float32 or bfloat16."""
+class Floats(NamedTuple):
+    """Packed matrices one after the other, float32 or bfloat16 (as uint16)."""
 
     data: np.ndarray
+
+
+class Q8(NamedTuple):
+    """Packed Q8_0 matrices one after the other."""
+
+    data: np.ndarray  # uint8
+    scales: np.ndarray  # float16 (as uint16)
+
+
+class Matrix(NamedTuple):
+    """A packed (n, k) matrix, the one that starts at weight `at` of `store`."""
+
+    store: Floats | Q8
     at: int
     n: int
-    k: int
+    k: int  # columns as stored
 
 
 class Rows(NamedTuple):
@@ -38,49 +78,168 @@ class Rows(NamedTuple):
     stride: int
 
 
+class Inputs(NamedTuple):
+    """Rows that a matrix multiplies, and room for what they are as Q8_0."""
+
+    rows: Rows
+    q: np.ndarray  # (T, stride) Q_TYPE
+    scales: np.ndarray  # (T, stride / 32) float32
+    sums: np.ndarray  # (T, stride / 32) int32, the sum of a block of q
+
+
 @inlined
 def padded(n):
-    """n rounded up to whole vectors."""
-    return (n + LANES - 1) // LANES * LANES
+    """n rounded up to whole blocks."""
+    return (n + BLOCK - 1) // BLOCK * BLOCK
+
+
+def is_q8(store) -> bool:
+    """Whether Numba's type `store` is that of Q8."""
+    return isinstance(store, types.BaseNamedTuple) and store.instance_class is Q8
+
+
+def by_store(stub):
+    """Let compiled code call `stub(store, ...)`; the decorated chooses by the store's type."""
+    return overload(stub, jit_options=FLAGS, inline="never")
+
+
+def columns(store, k):
+    """Columns that a row of k weights takes in `store`."""
+
+
+@by_store(columns)
+def columns_for(store, k):
+    if is_q8(store):
+        return lambda store, k: padded(k)
+    return lambda store, k: k
 
 
 @inlined
-def of_layer(data, layer, n, k):
-    """Matrix `layer` of those that lie one after the other in `data`."""
-    return Matrix(data, layer * padded(n) * k, n, k)
+def of_layer(store, layer, n, k):
+    """Matrix `layer` of those in `store`, all (n, k)."""
+    k = columns(store, k)
+    return Matrix(store, layer * padded(n) * k, n, k)
 
 
 @kernel
 def matmul(out, w, x, n_tokens, add, me):
     """out[t, r] = sum over c of w[r, c] * x[t, c], for this rank's share of the rows r of w.
 
-    out: (n_tokens, w.n) with room for w.n padded to 16. x: (n_tokens, w.k).
-    With `add` the product is added to what `out` holds.
+    out: Rows, (n_tokens, w.n) with room for w.n padded to 16. x: Inputs, (n_tokens, w.k).
+    With `add` the product is added to what `out` holds. Ranks share rows by blocks of 32, so that
+    what a rank computed it can quantise.
     """
-    g, last = share(padded(w.n) // LANES, me)
-    group = w.k * LANES  # weights in a group of rows
+    g, last = share(padded(w.n) // BLOCK, me)
+    g, last = g * BLOCK // LANES, min(last * BLOCK, w.n + LANES - 1) // LANES
     if n_tokens == 1:
-        while g + ALONE_GROUPS <= last:
-            total = tile_zero(ALONE_GROUPS, 1)
-            at = w.at + g * group
-            total = tile_dot(total, w.data, at, LANES, group, x.data, x.at, x.stride, 1, w.k)
-            tile_store(out.data, out.at + g * LANES, out.stride, 1, total, add)
-            g += ALONE_GROUPS
-    while g + TILE_GROUPS <= last:
-        all_tokens(tile_zero(TILE_GROUPS, TILE_TOKENS), out, w, x, g, n_tokens, add)
-        g += TILE_GROUPS
-    while g < last:
-        all_tokens(tile_zero(1, TILE_TOKENS), out, w, x, g, n_tokens, add)
-        g += 1
+        g = all_tokens(tile_zero(ALONE_GROUPS, 1), out, w, x, g, last, 1, add)
+        all_tokens(tile_zero(1, 1), out, w, x, g, last, 1, add)
+    else:
+        g = all_tokens(wide_tile(w.store), out, w, x, g, last, n_tokens, add)
+        all_tokens(tile_zero(1, STEP_TOKENS), out, w, x, g, last, n_tokens, add)
 
 
 @inlined
-def all_tokens(zero, out, w, x, g, n_tokens, add):
-    """The rows of the empty tile `zero`, from row group `g` on, times every token."""
-    group = w.k * LANES
-    at = w.at + g * group
-    for t in range(0, n_tokens, TILE_TOKENS):
-        valid = min(TILE_TOKENS, n_tokens - t)
-        x_at, out_at = x.at + t * x.stride, out.at + t * out.stride + g * LANES
-        total = tile_dot(zero, w.data, at, LANES, group, x.data, x_at, x.stride, valid, w.k)
-        tile_store(out.data, out_at, out.stride, valid, total, add)
+def all_tokens(zero, out, w, x, g, last, n_tokens, add):
+    """Every token times row groups g to last, as many of them as fill the empty tile `zero`."""
+    while g + tile_groups(zero) <= last:
+        for t in range(0, n_tokens, tile_tokens(zero)):
+            valid = min(tile_tokens(zero), n_tokens - t)
+            total = dot_rows(w.store, zero, w.at + g * LANES * w.k, w.k, x, t, valid)
+            to = out.at + t * out.stride + g * LANES
+            tile_store(out.data, to, out.stride, valid, total, add)
+        g += tile_groups(zero)
+    return g
+
+
+def wide_tile(store):
+    """An empty tile for many tokens."""
+
+
+@by_store(wide_tile)
+def wide_tile_for(store):
+    if is_q8(store):
+        return lambda store: tile_zero(STEP_GROUPS, STEP_TOKENS)
+    return lambda store: tile_zero(TILE_GROUPS, TILE_TOKENS)
+
+
+def dot_rows(store, zero, at, k, x, t, valid):
+    """The tile of row groups whose weights start at `at`, times tokens t to t + valid."""
+
+
+@by_store(dot_rows)
+def dot_rows_for(store, zero, at, k, x, t, valid):
+    def floats(store, zero, at, k, x, t, valid):
+        x_at = x.rows.at + t * x.rows.stride
+        group = k * LANES
+        return tile_dot(
+            zero, store.data, at, LANES, group, x.rows.data, x_at, x.rows.stride, valid, k
+        )
+
+    def q8(store, zero, at, k, x, t, valid):
+        group, stride = k * LANES, x.rows.stride
+        x_at, blocks = x.rows.at + t * stride, stride // BLOCK
+        total = zero
+        for c in range(0, k, BLOCK):
+            x_block = (x_at + c) // BLOCK
+            acc = tile_start(total, x.sums, x_block, blocks, valid)
+            for i in range(c, c + BLOCK, STEP):
+                w_at = at + i * LANES
+                acc = tile_step(acc, store.data, w_at, group, x.q, x_at + i, stride, valid)
+            scale_at = (at + c * LANES) // BLOCK
+            total = tile_scaled(
+                total, acc, store.scales, scale_at, group // BLOCK, x.scales, x_block, blocks, valid
+            )
+        return total
+
+    return q8 if is_q8(store) else floats
+
+
+def prepare(store, x, first, last, start, stop):
+    """Make rows first to last of Inputs x, columns start to stop, what `store` multiplies."""
+
+
+@by_store(prepare)
+def prepare_for(store, x, first, last, start, stop):
+    if is_q8(store):
+        return lambda store, x, first, last, start, stop: quantize(x, first, last, start, stop)
+    return lambda store, x, first, last, start, stop: None
+
+
+@kernel
+def quantize(x, first, last, start, stop):
+    """Quantise Inputs x in blocks of 32: scale = max |x| / 127, q = x / scale rounded."""
+    for t in range(first, last):
+        row = x.rows.at + t * x.rows.stride
+        for at in range(row + start, row + stop, BLOCK):
+            low, high = load(x.rows.data, at), load(x.rows.data, at + LANES)
+            peak = lane_max(largest(magnitude(low), magnitude(high)))
+            inverse = np.float32(127.0) / peak if peak > 0 else np.float32(0.0)
+            low, high = nearest(low * inverse), nearest(high * inverse)
+            store_whole(x.q, at, low)
+            store_whole(x.q, at + LANES, high)
+            x.scales[at // BLOCK] = peak / np.float32(127.0)
+            x.sums[at // BLOCK] = np.int32(lane_sum(low + high))
+
+
+def embed(store, x, at, token, dim):
+    """x[at : at + padded dim] = row `token` of the packed (vocab_size, dim) matrix in `store`."""
+
+
+@by_store(embed)
+def embed_for(store, x, at, token, dim):
+    def floats(store, x, at, token, dim):
+        first = token // LANES * dim * LANES + token % LANES
+        for c in range(dim):
+            x[at + c] = widen(store.data[first + c * LANES])
+        for c in range(dim, padded(dim)):
+            x[at + c] = np.float32(0.0)
+
+    def q8(store, x, at, token, dim):
+        first, lane = token // LANES * padded(dim) * LANES, token % LANES
+        for c in range(padded(dim)):
+            q = store.data[first + c // STEP * STEP * LANES + lane * STEP + c % STEP]
+            scale = store.scales[first // BLOCK + c // BLOCK * LANES + lane]
+            x[at + c] = np.float32(np.int32(q) - 128) * from_half(scale)
+
+    return q8 if is_q8(store) else floats

@@ -1,15 +1,14 @@
-"""Rows of a checkpoint's matrix -> the packed layout of matmul.py."""
+"""Rows of a checkpoint's matrix -> the packed layouts of matmul.py."""
 
 from __future__ import annotations
 
-from llvmlite import ir
+import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.jit import kernel
-from engine.kernels.simd import LANES, widen
-
-I16, I32 = ir.IntType(16), ir.IntType(32)
+from engine.kernels.int8 import STEP, from_half, half
+from engine.kernels.jit import inlined, kernel
+from engine.kernels.simd import I16, I32, LANES, widen
 
 
 @intrinsic
@@ -26,12 +25,17 @@ def narrow(tc, value, like):
     return like.dtype(types.float32, like), build
 
 
+@inlined
+def is_finite(x):
+    return x - x == 0
+
+
 @kernel
 def pack_rows(out, at, rows):
     """Pack `rows` (n, k) from out[at] on; a last group of fewer than 16 is filled with zeros.
 
     rows: float32, or bfloat16 as uint16. out: float32 or bfloat16, flat.
-    Returns whether every weight is finite.
+    Returns whether every weight is finite, as it is kept.
     """
     n, k = rows.shape
     finite = True
@@ -41,8 +45,45 @@ def pack_rows(out, at, rows):
         for c in range(k):
             for r in range(height):
                 value = widen(rows[first + r, c])
-                finite &= value - value == 0
-                out[group + c * LANES + r] = narrow(value, out)
+                kept = narrow(value, out)
+                finite &= is_finite(value) and is_finite(widen(kept))
+                out[group + c * LANES + r] = kept
             for r in range(height, LANES):
                 out[group + c * LANES + r] = 0
+    return finite
+
+
+@kernel
+def quantize_rows(out, scales, at, rows):
+    """Pack `rows` (n, k) as Q8_0 from out[at] on; columns are padded with zeros to whole blocks.
+
+    As ggml defines it: a block of 32 along the row has the scale d = max |w| / 127, kept as
+    float16, and q = w / d rounded, halves away from zero (d not yet rounded). out holds q + 128.
+    rows: float32, or bfloat16 as uint16. Returns whether every weight and scale is finite.
+    """
+    n, k = rows.shape
+    width = (k + 31) // 32 * 32
+    block = np.zeros(32, np.float32)
+    finite = True
+    for first in range(0, n, LANES):
+        group = at + first * width
+        for r in range(LANES):
+            for start in range(0, width, 32):
+                peak = np.float32(0.0)
+                for c in range(32):
+                    inside = first + r < n and start + c < k
+                    value = widen(rows[first + r, start + c]) if inside else np.float32(0.0)
+                    finite &= is_finite(value)
+                    block[c] = value
+                    peak = max(peak, abs(value))
+                d = peak / np.float32(127.0)
+                inverse = np.float32(1.0) / d if d > 0 else np.float32(0.0)
+                for c in range(32):
+                    value = block[c] * inverse
+                    q = np.trunc(value)
+                    q += np.trunc(np.float32(2.0) * (value - q))  # -1, 0 or 1
+                    i = group + (start + c // STEP * STEP) * LANES + r * STEP + c % STEP
+                    out[i] = np.uint8(np.int32(q) + 128)
+                scales[(group + start * LANES) // 32 + r] = half(d)
+                finite &= is_finite(from_half(half(d)))
     return finite

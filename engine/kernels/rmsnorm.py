@@ -25,7 +25,8 @@ def rmsnorm(out, out_at, x, x_at, weight, weight_at, n, padded, eps):
 
 
 @kernel
-def rmsnorm_rows(out, x, at, weight, weight_at, n, padded, eps, first, last):
-    """RMSNorm of rows first to last of the (…, padded) arrays that start at `at`."""
-    for row in range(at + first * padded, at + last * padded, padded):
-        rmsnorm(out, row, x, row, weight, weight_at, n, padded, eps)
+def rmsnorm_rows(out, x, weight, weight_at, n, eps, first, last):
+    """RMSNorm of rows first to last of `x` into those of `out`, both Rows of one stride."""
+    for t in range(first, last):
+        to, at = out.at + t * out.stride, x.at + t * x.stride
+        rmsnorm(out.data, to, x.data, at, weight, weight_at, n, x.stride, eps)

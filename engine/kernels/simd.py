@@ -1,10 +1,8 @@
-"""Vectors and register tiles as values of `@njit` code.
+"""Vectors as values of `@njit` code.
 
 LLVM does not find the fast form of a matrix product by itself, so kernels say it: `f32x16` is a
-Numba type whose value is an LLVM vector of 16 floats (one register with AVX-512, two with AVX2,
-four with NEON: the lanes and so the results are the same), and a `Tile` is an array of such
-vectors, the accumulators of a matrix product. The unrolling is done inside the intrinsics, so that
-a kernel with 12 accumulators is still a short loop.
+Numba type whose value is an LLVM vector of 16 floats: one register with AVX-512, two with AVX2,
+four with NEON. The lanes, and so the results, are the same.
 
 Arrays are flat. `at` is an index into one; loads and stores need no alignment. A float32 array
 loads as it is, a uint16 array holds bfloat16 and is widened.
@@ -20,16 +18,11 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic, models, overload, register_model
 
-from engine.kernels.jit import cpu, inlined
+from engine.kernels.jit import inlined
 
 LANES = 16
-F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
 V_F32, V_I16, V_I32 = (ir.VectorType(t, LANES) for t in (F32, I16, I32))
-
-# Row groups of a tile that holds many tokens: 12 accumulators fill 12 of AVX-512's 32 registers,
-# and 6 of them, each two registers wide, fill 12 of AVX2's 16.
-TILE_TOKENS = 6
-TILE_GROUPS = 2 if "+avx512f" in cpu()[1].split(",") else 1
 
 
 class F32x16(types.Type):
@@ -37,28 +30,10 @@ class F32x16(types.Type):
         super().__init__(name="f32x16")
 
 
-class Tile(types.Type):
-    """`groups` x `tokens` accumulators, each f32x16: 16 rows of a matrix for one token."""
-
-    def __init__(self, groups: int, tokens: int):
-        self.groups, self.tokens = groups, tokens
-        super().__init__(name=f"tile({groups}x{tokens})")
-
-    @property
-    def key(self):
-        return self.groups, self.tokens
-
-
 @register_model(F32x16)
 class F32x16Model(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
         super().__init__(dmm, fe_type, V_F32)
-
-
-@register_model(Tile)
-class TileModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, ir.ArrayType(V_F32, fe_type.groups * fe_type.tokens))
 
 
 f32x16 = F32x16()
@@ -80,7 +55,7 @@ def call(b, name, result, *args):
 
 def splatted(b, scalar, vector=V_F32):
     first = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
-    return b.shuffle_vector(first, first, ir.Constant(V_I32, None))
+    return b.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, vector.count), None))
 
 
 def address(ctx, b, array_type, array, at, count=LANES):
@@ -176,6 +151,12 @@ def largest(tc, a, b):
 def smallest(tc, a, b):
     """The smaller, lane by lane."""
     return lanewise(lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y), 2)(tc, a, b)
+
+
+@intrinsic
+def magnitude(tc, a):
+    """|a|, lane by lane."""
+    return lanewise(lambda b, x: call(b, "llvm.fabs.v16f32", V_F32, x), 1)(tc, a)
 
 
 @intrinsic
@@ -277,88 +258,3 @@ def exp(x):
     r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, x))
     p = fma(fma(fma(fma(fma(P0, r, P1), r, P2), r, P3), r, P4), r, P5)
     return times_power_of_two(fma(p, r * r, r) + np.float32(1.0), n)
-
-
-# ---------------------------------------------------------------- tiles
-
-
-def corner(ctx, b, tile: Tile, array_type, array, at, stride, valid, count):
-    """Addresses array[at + t * stride] of a tile's tokens; those past `valid` repeat the last."""
-    found = []
-    last = b.sub(valid, ir.Constant(valid.type, 1))
-    for t in range(tile.tokens):
-        token = ir.Constant(valid.type, t)
-        token = b.select(b.icmp_signed("<", token, last), token, last) if t else token
-        index = b.add(at, b.mul(stride, token))
-        found.append(address(ctx, b, array_type, array, index, count))
-    return found
-
-
-@intrinsic(prefer_literal=True)
-def tile_zero(tc, groups, tokens):
-    """A tile of `groups` x `tokens` accumulators, both written as literals or constants."""
-    tile = Tile(groups.literal_value, tokens.literal_value)
-    return tile(groups, tokens), lambda ctx, b, sig, args: ir.Constant(
-        ctx.get_value_type(sig.return_type), None
-    )
-
-
-@intrinsic
-def tile_fma(tc, total, w, w_at, w_stride, x, x_at, x_stride, valid):
-    """total[g, t] += w[w_at + g * w_stride : + 16] * x[x_at + t * x_stride]."""
-
-    def build(ctx, b, sig, args):
-        total, w, w_at, w_stride, x, x_at, x_stride, valid = args
-        tile = sig.args[0]
-        scalars = corner(ctx, b, tile, sig.args[4], x, x_at, x_stride, valid, 1)
-        tokens = [splatted(b, b.load(p)) for p in scalars]
-        for g in range(tile.groups):
-            at = b.add(w_at, b.mul(w_stride, ir.Constant(w_at.type, g)))
-            rows = load_lanes(ctx, b, sig.args[1], w, at)
-            for t, token in enumerate(tokens):
-                i = g * tile.tokens + t
-                part = call(b, "llvm.fma.v16f32", V_F32, rows, token, b.extract_value(total, i))
-                total = b.insert_value(total, part, i)
-        return total
-
-    if isinstance(total, Tile) and is_loadable(w) and is_floats(x):
-        size = types.intp
-        return total(total, w, size, size, x, size, size, size), build
-
-
-@intrinsic
-def tile_store(tc, out, at, stride, valid, total, add):
-    """out[at + t * stride + 16 g : + 16] = total[g, t] for tokens t below `valid`.
-
-    With `add`, the tile is added to what stands there.
-    """
-
-    def build(ctx, b, sig, args):
-        out, at, stride, valid, total, add = args
-        tile = sig.args[4]
-        for t in range(tile.tokens):
-            with b.if_then(b.icmp_signed("<", ir.Constant(valid.type, t), valid)):
-                index = b.add(at, b.mul(stride, ir.Constant(at.type, t)))
-                start = address(ctx, b, sig.args[0], out, index, LANES * tile.groups)
-                for g in range(tile.groups):
-                    p = b.bitcast(b.gep(start, [I64(LANES * g)]), V_F32.as_pointer())
-                    value = b.extract_value(total, g * tile.tokens + t)
-                    old = b.select(add, b.load(p, align=4), ir.Constant(V_F32, None))
-                    b.store(b.fadd(old, value), p, align=4)
-        return ctx.get_dummy_value()
-
-    if is_floats(out) and isinstance(total, Tile):
-        size = types.intp
-        return types.void(out, size, size, size, total, types.boolean), build
-
-
-@inlined
-def tile_dot(total, w, w_at, w_step, w_stride, x, x_at, x_stride, valid, n):
-    """total[g, t] += sum over c < n of w[w_at + g * w_stride + c * w_step : + 16] * x[t, c].
-
-    Sums run over c in order whatever the tile's shape: a token alone gets the bits it gets among
-    others.
-    """
-    for c in range(n):
-        total = tile_fma(total, w, w_at + c * w_step, w_stride, x, x_at + c, x_stride, valid)
-    return total

@@ -6,7 +6,6 @@ they are packed: the checkpoint is never held twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,12 +14,12 @@ from tqdm import tqdm
 from engine import memory
 from engine.config import ModelConfig
 from engine.kernels.forward import Weights
-from engine.kernels.matmul import padded
-from engine.kernels.pack import pack_rows
-from engine.kernels.simd import LANES
+from engine.kernels.matmul import BLOCK, Q8, Floats, padded
+from engine.kernels.pack import pack_rows, quantize_rows
 from engine.loading.checkpoint import Checkpoint
+from engine.loading.quantize import as_kept
 
-KINDS = {"bf16": np.uint16, "f32": np.float32}  # how weights are kept -> their array's elements
+KINDS = {"q8_0": np.uint8, "bf16": np.uint16, "f32": np.float32}  # how matrices are kept
 PIECE = 8 << 20  # bytes of a checkpoint that a thread maps at a time
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -73,40 +72,43 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def load_weights(checkpoint: Checkpoint, config: ModelConfig, kind: str, threads: int) -> Weights:
-    """All weights, matrices packed as `kind` ("bf16" or "f32"), norms as float32.
+    """All weights, matrices packed as `kind` (of KINDS), norms as float32.
 
     ValueError names what is missing, left over, mis-shaped or not finite. A float32 or float16
     checkpoint is rounded to the nearest bf16 where that is asked for.
     """
     check_tensors(checkpoint, config)
     shapes, n_layers, dtype = layer_shapes(config), config.n_layers, KINDS[kind]
-    matrices = []  # (tensor's name, array it is packed into, where in it)
+    matrices = []  # (tensor's name, store it is packed into, where in it)
 
-    def room(count: int, n: int, k: int, names: Iterator[str]) -> np.ndarray:
-        size = padded(n) * k
-        array = memory.empty(count * size, dtype)
-        matrices.extend((name, array, i * size) for i, name in enumerate(names))
-        return array
+    def room(n: int, k: int, names: list[str]) -> Floats | Q8:
+        size = padded(n) * (padded(k) if kind == "q8_0" else k)
+        data = memory.empty(len(names) * size, dtype)
+        store = Floats(data)
+        if kind == "q8_0":
+            store = Q8(data, memory.empty(len(data) // BLOCK, np.uint16))
+        matrices.extend((name, store, i * size) for i, name in enumerate(names))
+        return store
 
-    def layers(name: str) -> Iterator[str]:
-        return (LAYER.format(layer, name) for layer in range(n_layers))
+    def layers(name: str) -> list[str]:
+        return [LAYER.format(layer, name) for layer in range(n_layers)]
 
-    fields = {"embedding": room(1, config.vocab_size, config.dim, iter([EMBEDDING]))}
+    fields = {"embedding": room(config.vocab_size, config.dim, [EMBEDDING])}
     fields["head"] = fields["embedding"]
     if not config.tied:
-        fields["head"] = room(1, config.vocab_size, config.dim, iter([HEAD]))
+        fields["head"] = room(config.vocab_size, config.dim, [HEAD])
     for field, name in MATRICES.items():
-        fields[field] = room(n_layers, *shapes[field], layers(name))
+        fields[field] = room(*shapes[field], layers(name))
     for field, name in NORMS.items():
-        fields[field] = load_norms(checkpoint, layers(name), n_layers, *shapes[field])
-    fields["final_norm"] = load_norms(checkpoint, iter([FINAL_NORM]), 1, config.dim)
+        fields[field] = load_norms(checkpoint, layers(name), *shapes[field])
+    fields["final_norm"] = load_norms(checkpoint, [FINAL_NORM], config.dim)
     pack_all(checkpoint, matrices, threads)
     return Weights(**fields)
 
 
-def load_norms(checkpoint: Checkpoint, names: Iterator[str], count: int, width: int) -> np.ndarray:
-    """(count, width padded with zeros) float32, flat."""
-    norms = np.zeros((count, padded(width)), np.float32)
+def load_norms(checkpoint: Checkpoint, names: list[str], width: int) -> np.ndarray:
+    """(len(names), width padded with zeros) float32, flat."""
+    norms = np.zeros((len(names), padded(width)), np.float32)
     for row, name in zip(norms, names, strict=True):
         row[:width] = as_float32(checkpoint.rows(name, 0, width))
         if not np.isfinite(row).all():
@@ -115,19 +117,24 @@ def load_norms(checkpoint: Checkpoint, names: Iterator[str], count: int, width: 
 
 
 def pack_all(checkpoint: Checkpoint, matrices: list, threads: int) -> None:
-    """Pack every (name, array, at), a piece a task; a bar on a terminal shows the bytes done."""
+    """Pack every (name, store, at), a piece a task; a bar on a terminal shows the bytes done."""
 
-    def pack(name: str, array: np.ndarray, at: int, start: int, stop: int) -> int:
-        rows = checkpoint.rows(name, start, stop)
-        if not pack_rows(array, at + start * rows.shape[1], packable(rows)):
+    def pack(name: str, store: Floats | Q8, at: int, start: int, stop: int) -> int:
+        rows = packable(checkpoint.rows(name, start, stop))
+        if isinstance(store, Q8):
+            at += start * padded(rows.shape[1])
+            finite = quantize_rows(store.data, store.scales, at, rows)
+        else:
+            finite = pack_rows(store.data, at + start * rows.shape[1], rows)
+        if not finite:
             raise ValueError(f"{name}: rows {start} to {stop} hold a weight that is not finite")
         return rows.nbytes
 
     tasks = []
-    for name, array, at in matrices:
+    for name, store, at in matrices:
         n, k = checkpoint.tensors[name].shape
-        height = max(PIECE // (4 * k) // LANES, 1) * LANES
-        tasks += [(name, array, at, i, min(i + height, n)) for i in range(0, n, height)]
+        height = max(PIECE // (4 * k) // BLOCK, 1) * BLOCK
+        tasks += [(name, store, at, i, min(i + height, n)) for i in range(0, n, height)]
     tensors = [checkpoint.tensors[name] for name, _, _ in matrices]
     total = sum(t.stop - t.start for t in tensors)
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=None, leave=False)
@@ -155,15 +162,17 @@ def as_float32(stored: np.ndarray) -> np.ndarray:
     return stored.astype(np.float32)
 
 
-def load_float32(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Every tensor by its name in float32, unpacked: what reference.py reads."""
+def load_float32(checkpoint: Checkpoint, config: ModelConfig, kind: str) -> dict[str, np.ndarray]:
+    """Every tensor by its name, float32 and unpacked: what reference.py reads.
+
+    Matrices have the values that they have once they are kept as `kind`.
+    """
     check_tensors(checkpoint, config)
-    names = [name for name in checkpoint.tensors if not (config.tied and name == HEAD)]
-    found = {
-        name: as_float32(checkpoint.rows(name, 0, checkpoint.tensors[name].shape[0]))
-        for name in names
-    }
-    for name, array in found.items():
-        if not np.isfinite(array).all():
-            raise ValueError(f"{name}: holds a value that is not finite")
+    found = {}
+    for name, tensor in checkpoint.tensors.items():
+        if not (config.tied and name == HEAD):
+            array = as_float32(checkpoint.rows(name, 0, tensor.shape[0]))
+            found[name] = as_kept(array, kind) if array.ndim == 2 else array
+            if not np.isfinite(found[name]).all():
+                raise ValueError(f"{name}: holds a value that is not finite")
     return found | ({HEAD: found[EMBEDDING]} if config.tied else {})

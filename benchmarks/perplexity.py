@@ -1,0 +1,72 @@
+"""Perplexity on a text: python -m benchmarks.perplexity TEXT [--model M] [--weights f32,q8_0]
+
+Windows of 512 tokens, each scored from scratch, the first token of a window not scored. Logits are
+made and scored a piece of a window at a time: none are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from engine import LLM
+from engine.cache import BasicKvCache
+from engine.loading.weights import KINDS
+
+PIECE = 64  # tokens whose logits are held at a time
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap.add_argument("text", type=Path)
+    ap.add_argument("--model", help="default: the built-in model")
+    ap.add_argument("--weights", default="f32,q8_0", help=f"of {', '.join(KINDS)}")
+    ap.add_argument("--window", type=int, default=512)
+    ap.add_argument("--tokens", type=int, help="only the first TOKENS of the text")
+    args = ap.parse_args(argv)
+    result, first = {}, None
+    for kind in args.weights.split(","):
+        llm = LLM(args.model, weights=kind, prefill_chunk=PIECE)
+        ids = llm.tokenizer.encode(args.text.read_text(encoding="utf-8"))[: args.tokens]
+        result[kind] = perplexity(llm, ids, args.window)
+        first = first or result[kind]
+        print(f"{kind:>5} {result[kind]:.6f} {result[kind] / first - 1:+.4%}")
+    print(json.dumps(result))
+    return result
+
+
+def perplexity(llm: LLM, ids: list[int], window: int) -> float:
+    """e to the mean negative log-likelihood of `ids`."""
+    total, count = 0.0, 0
+    starts = range(0, len(ids) - 1, window)
+    for start in tqdm(starts, desc="windows", disable=None, leave=False):
+        piece = np.array(ids[start : start + window])
+        if len(piece) > 1:
+            total += negative_log_likelihood(llm, piece)
+            count += len(piece) - 1
+    return math.exp(total / count)
+
+
+def negative_log_likelihood(llm: LLM, ids: np.ndarray) -> float:
+    """Of ids[1:], each given those before it."""
+    cache = BasicKvCache(n_layers=llm.config.n_layers, kv_dim=llm.config.kv_dim)
+    total = 0.0
+    for start in range(0, len(ids), PIECE):
+        piece = ids[start : start + PIECE]
+        logits = llm._model.new_logits(len(piece))
+        llm._model.forward(piece, cache, True, logits)
+        logits = logits[:, : llm.config.vocab_size].astype(np.float64)
+        after = ids[start + 1 : start + PIECE + 1]
+        peak = logits.max(axis=1, keepdims=True)
+        norm = np.log(np.exp(logits - peak).sum(axis=1)) + peak[:, 0]
+        total += (norm[: len(after)] - logits[np.arange(len(after)), after]).sum()
+    return total
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Kernels one by one, at the shapes of Qwen3-0.6B, beside what the machine can do.
+
+Weights and caches hold random data: a page that was never written is read from cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks import ranks
+from benchmarks.shapes import QWEN3_0_6B
+from engine import SamplingParams, memory
+from engine.config import ModelConfig
+from engine.kernels.attention import CHUNK, Heads, parts_size, prompt_work_size
+from engine.kernels.int8 import Q_TYPE
+from engine.kernels.matmul import BLOCK, Q8, Floats, Inputs, Rows, padded
+from engine.kernels.rope import rope_table
+from engine.loading.weights import KINDS
+from engine.sampler import Sampler
+
+C = ModelConfig.from_dict(QWEN3_0_6B)
+HEADS = Heads(C.n_heads, C.n_kv_heads, C.head_dim)
+PROMPT = 511  # tokens
+WALK = 128 << 20  # bytes that a kernel which waits for memory goes through: four times a large L3
+ROUNDS = 9
+HALF = np.float16(0.01).view(np.uint16)
+MATRICES = {"wq": (C.q_dim, C.dim), "w_up": (C.hidden_dim, C.dim), "w_down": (C.dim, C.hidden_dim)}
+FILTERS = {"greedy": {"temperature": 0}, "top_k": {"top_k": 20}, "top_p": {"top_p": 0.95}}
+
+
+@pytest.fixture
+def walk(toy) -> int:
+    return 1 if toy else WALK
+
+
+def random_floats(n: int) -> np.ndarray:
+    """(n,) float32, a million random values over and over."""
+    some = np.random.default_rng(n).standard_normal(min(n, 1 << 20), dtype=np.float32)
+    return np.resize(some, n)
+
+
+def random_store(kind: str, n: int) -> Floats | Q8:
+    """`n` packed weights: what they are does not matter to the kernel, only that they are."""
+    rng = np.random.default_rng(n)
+    if kind == "q8_0":
+        q = np.resize(rng.integers(1, 256, 1 << 20, np.uint8), n)
+        return Q8(q, np.full(n // BLOCK, HALF))
+    values = random_floats(n)
+    return Floats(values if kind == "f32" else (values.view(np.uint32) >> 16).astype(np.uint16))
+
+
+def rows(n_tokens: int, width: int) -> Rows:
+    return Rows(random_floats(n_tokens * width), 0, width)
+
+
+def inputs(n_tokens: int, width: int) -> Inputs:
+    """Activations, and room for them as Q8_0: one width is whole blocks."""
+    size = n_tokens * width
+    q, scales, sums = memory.zeros(size, Q_TYPE), memory.zeros(size // BLOCK), size // BLOCK
+    return Inputs(rows(n_tokens, width), q, scales, memory.zeros(sums, np.int32))
+
+
+@pytest.mark.benchmark(group="matmul")
+@pytest.mark.parametrize("n_tokens", [1, PROMPT])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_matmul(measure, team, walk, matrix, kind, n_tokens):
+    """One token waits for memory, and goes through many matrices; a prompt for arithmetic."""
+    n, k = MATRICES[matrix]
+    one = random_store(kind, n * k)
+    size = sum(array.nbytes for array in one)
+    layers = 1 if n_tokens > 1 else -(-walk // size)
+    store = type(one)(*(np.tile(array, layers) for array in one))
+    x, out = inputs(n_tokens, k), rows(n_tokens, padded(n))
+    team.run(ranks.quantizations, x, n_tokens)
+    measure(
+        lambda: team.run(ranks.matmuls, out, store, layers, n, k, x, n_tokens),
+        rounds=ROUNDS,
+        moved=layers * size,
+        operations=2 * layers * n * k * n_tokens,
+        kind="int8" if kind == "q8_0" else "f32",
+    )
+
+
+@pytest.mark.benchmark(group="attention")
+@pytest.mark.parametrize("n_rows", [511, 4000])
+def test_decode_attention(measure, team, walk, n_rows):
+    """A generated token: every row of K and V is read once."""
+    size = n_rows * C.kv_dim
+    layers = -(-walk // (2 * 4 * size))
+    k, v = random_floats(layers * size), random_floats(layers * size)
+    q, out = random_floats(C.q_dim) / np.float32(np.sqrt(C.head_dim)), memory.zeros(C.q_dim)
+    parts = memory.zeros(parts_size(n_rows, C.n_heads, C.head_dim))
+    work = memory.zeros(team.ranks * C.n_heads * CHUNK)
+    measure(
+        lambda: team.run(ranks.decode_attentions, out, parts, q, k, v, layers, n_rows, HEADS, work),
+        rounds=ROUNDS,
+        moved=k.nbytes + v.nbytes,
+        operations=4 * layers * n_rows * C.q_dim,
+    )
+
+
+@pytest.mark.benchmark(group="attention")
+def test_prompt_attention(measure, team):
+    """512 tokens of a prompt, each of which sees itself and those before it."""
+    n = 512
+    q = random_floats(n * C.q_dim) / np.float32(np.sqrt(C.head_dim))
+    k, v, out = random_floats(n * C.kv_dim), random_floats(n * C.kv_dim), rows(n, C.q_dim)
+    work = memory.zeros(team.ranks * prompt_work_size(C.head_dim))
+    measure(
+        lambda: team.run(ranks.prompt_attentions, out, q, k, v, n, HEADS, work),
+        rounds=ROUNDS,
+        operations=4 * C.q_dim * n * (n + 1) // 2,
+    )
+
+
+@pytest.mark.benchmark(group="others")
+def test_rmsnorm(measure, team):
+    """Read and written: the residual stream of a prompt."""
+    x, out, weight = rows(PROMPT, C.dim), rows(PROMPT, C.dim), random_floats(C.dim)
+    measure(
+        lambda: team.run(ranks.rmsnorms, out, x, weight, PROMPT, C.dim, C.norm_eps),
+        rounds=ROUNDS,
+        moved=x.data.nbytes + out.data.nbytes,
+    )
+
+
+@pytest.mark.benchmark(group="others")
+def test_norm_and_rotate(measure, team):
+    """Read and written: the query heads of a prompt."""
+    x, weight = rows(PROMPT, C.q_dim), random_floats(C.head_dim)
+    rope = rope_table(C.head_dim, C.rope_theta, PROMPT).ravel()
+    arguments = x, weight, C.n_heads, HEADS, C.norm_eps, rope, PROMPT
+    measure(
+        lambda: team.run(ranks.norms_and_rotations, *arguments),
+        rounds=ROUNDS,
+        moved=2 * x.data.nbytes,
+    )
+
+
+@pytest.mark.benchmark(group="others")
+def test_quantize(measure, team):
+    """Floats read, bytes and their scales and sums written: a prompt's way into a matmul."""
+    x = inputs(PROMPT, C.hidden_dim)
+    measure(
+        lambda: team.run(ranks.quantizations, x, PROMPT),
+        rounds=ROUNDS,
+        moved=sum(array.nbytes for array in (x.rows.data, x.q, x.scales, x.sums)),
+    )
+
+
+@pytest.mark.benchmark(group="sampling")
+@pytest.mark.parametrize("filters", FILTERS)
+def test_sampling(measure, filters):
+    """One token of 151,936 logits, which are read once at least; by one thread."""
+    sample = Sampler(SamplingParams(seed=0, **FILTERS[filters]), C.vocab_size)
+    logits = 4 * random_floats(C.vocab_size)
+    measure(lambda: sample(logits), rounds=5 * ROUNDS, tokens=1, moved=logits.nbytes)

@@ -1,0 +1,148 @@
+"""Register tiles: the accumulators of a matrix product as one value.
+
+A `Tile` is an array of vectors, 16 rows of a matrix for each of some tokens. The unrolling is done
+inside the intrinsics, so that a kernel with 12 accumulators is still a short loop. The order of a
+sum is that of the columns, whatever the tile's shape.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, models, register_model
+
+from engine.kernels.jit import has, inlined
+from engine.kernels.simd import (
+    I64,
+    LANES,
+    V_F32,
+    V_I32,
+    address,
+    call,
+    is_floats,
+    is_loadable,
+    load_lanes,
+    splatted,
+)
+
+# 12 accumulators fill 12 of AVX-512's 32 registers; 6 of them, each two registers wide, fill 12
+# of AVX2's 16.
+TILE_TOKENS = 6
+TILE_GROUPS = 2 if has("avx512f") else 1
+
+
+class Tile(types.Type):
+    """`groups` x `tokens` accumulators, each 16 lanes of "f32" or "i32"."""
+
+    def __init__(self, lanes: str, groups: int, tokens: int):
+        self.lanes, self.groups, self.tokens = lanes, groups, tokens
+        super().__init__(name=f"tile({groups}x{tokens} {lanes})")
+
+    @property
+    def key(self):
+        return self.lanes, self.groups, self.tokens
+
+    @property
+    def vector(self) -> ir.VectorType:
+        return V_F32 if self.lanes == "f32" else V_I32
+
+
+@register_model(Tile)
+class TileModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        size = fe_type.groups * fe_type.tokens
+        super().__init__(dmm, fe_type, ir.ArrayType(fe_type.vector, size))
+
+
+def corner(ctx, b, tile: Tile, array_type, array, at, stride, valid, count):
+    """Addresses array[at + t * stride] of a tile's tokens; those past `valid` repeat the last."""
+    found = []
+    last = b.sub(valid, ir.Constant(valid.type, 1))
+    for t in range(tile.tokens):
+        token = ir.Constant(valid.type, t)
+        token = b.select(b.icmp_signed("<", token, last), token, last) if t else token
+        index = b.add(at, b.mul(stride, token))
+        found.append(address(ctx, b, array_type, array, index, count))
+    return found
+
+
+@intrinsic(prefer_literal=True)
+def tile_zero(tc, groups, tokens):
+    """A tile of `groups` x `tokens` accumulators, both written as literals or constants."""
+    tile = Tile("f32", groups.literal_value, tokens.literal_value)
+    return tile(groups, tokens), lambda ctx, b, sig, args: ir.Constant(
+        ctx.get_value_type(sig.return_type), None
+    )
+
+
+@intrinsic
+def tile_fma(tc, total, w, w_at, w_stride, x, x_at, x_stride, valid):
+    """total[g, t] += w[w_at + g * w_stride : + 16] * x[x_at + t * x_stride]."""
+
+    def build(ctx, b, sig, args):
+        total, w, w_at, w_stride, x, x_at, x_stride, valid = args
+        tile = sig.args[0]
+        scalars = corner(ctx, b, tile, sig.args[4], x, x_at, x_stride, valid, 1)
+        tokens = [splatted(b, b.load(p)) for p in scalars]
+        for g in range(tile.groups):
+            at = b.add(w_at, b.mul(w_stride, ir.Constant(w_at.type, g)))
+            rows = load_lanes(ctx, b, sig.args[1], w, at)
+            for t, token in enumerate(tokens):
+                i = g * tile.tokens + t
+                part = call(b, "llvm.fma.v16f32", V_F32, rows, token, b.extract_value(total, i))
+                total = b.insert_value(total, part, i)
+        return total
+
+    if isinstance(total, Tile) and is_loadable(w) and is_floats(x):
+        size = types.intp
+        return total(total, w, size, size, x, size, size, size), build
+
+
+@intrinsic
+def tile_store(tc, out, at, stride, valid, total, add):
+    """out[at + t * stride + 16 g : + 16] = total[g, t] for tokens t below `valid`.
+
+    With `add`, the tile is added to what stands there.
+    """
+
+    def build(ctx, b, sig, args):
+        out, at, stride, valid, total, add = args
+        tile = sig.args[4]
+        for t in range(tile.tokens):
+            with b.if_then(b.icmp_signed("<", ir.Constant(valid.type, t), valid)):
+                index = b.add(at, b.mul(stride, ir.Constant(at.type, t)))
+                start = address(ctx, b, sig.args[0], out, index, LANES * tile.groups)
+                for g in range(tile.groups):
+                    p = b.bitcast(b.gep(start, [I64(LANES * g)]), V_F32.as_pointer())
+                    value = b.extract_value(total, g * tile.tokens + t)
+                    old = b.select(add, b.load(p, align=4), ir.Constant(V_F32, None))
+                    b.store(b.fadd(old, value), p, align=4)
+        return ctx.get_dummy_value()
+
+    if is_floats(out) and isinstance(total, Tile):
+        size = types.intp
+        return types.void(out, size, size, size, total, types.boolean), build
+
+
+@inlined
+def tile_dot(total, w, w_at, w_step, w_stride, x, x_at, x_stride, valid, n):
+    """total[g, t] += sum over c < n of w[w_at + g * w_stride + c * w_step : + 16] * x[t, c].
+
+    Sums run over c in order whatever the tile's shape: a token alone gets the bits it gets among
+    others.
+    """
+    for c in range(n):
+        total = tile_fma(total, w, w_at + c * w_step, w_stride, x, x_at + c, x_stride, valid)
+    return total
+
+
+@intrinsic
+def tile_groups(tc, total):
+    """How many groups of 16 rows a tile holds, a constant of the compiler's."""
+    return types.intp(total), lambda ctx, b, sig, args: I64(sig.args[0].groups)
+
+
+@intrinsic
+def tile_tokens(tc, total):
+    """How many tokens a tile holds, a constant of the compiler's."""
+    return types.intp(total), lambda ctx, b, sig, args: I64(sig.args[0].tokens)

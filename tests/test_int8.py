@@ -1,0 +1,201 @@
+"""Integer products: exact in every form, and the same bits from each of them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+import pytest
+from checkpoints import write_checkpoint
+from llvmlite import ir
+
+from engine.kernels import int8
+from engine.kernels.int8 import FORM, Q_TYPE
+from engine.kernels.jit import has
+from engine.kernels.matmul import Q8, Inputs, Rows, matmul, of_layer, padded, quantize
+from engine.kernels.pack import quantize_rows
+from engine.kernels.team import Rank, new_flags
+from engine.loading import quantize as definition
+
+HEIGHTS = (1, 15, 16, 17, 31, 33, 50, 64, 127)
+DEPTHS = (1, 7, 31, 32, 33, 64, 100)
+TOKENS = (1, 2, 5, 6, 7, 13)
+
+
+@numba.njit
+def first_of(store, n, k):
+    return of_layer(store, 0, n, k)
+
+
+def inputs_of(x: np.ndarray) -> Inputs:
+    """x (n_tokens, k) as matrices read it, quantised."""
+    n_tokens, k = x.shape
+    wide = np.pad(x, ((0, 0), (0, padded(k) - k)))
+    rows = Rows(wide.ravel().copy(), 0, padded(k))
+    size = wide.size
+    inputs = Inputs(
+        rows, np.zeros(size, Q_TYPE), np.zeros(size // 32, "f4"), np.zeros(size // 32, "i4")
+    )
+    quantize(inputs, 0, n_tokens, 0, padded(k))
+    return inputs
+
+
+def product(w: np.ndarray, inputs: Inputs, n_tokens: int, ranks: int = 1) -> np.ndarray:
+    n, k = w.shape
+    size = padded(n) * padded(k)
+    store = Q8(np.zeros(size, np.uint8), np.zeros(size // 32, np.uint16))
+    w = w.copy()
+    w.flags.writeable = False
+    assert quantize_rows(store.data, store.scales, 0, w)
+    out = np.full(n_tokens * padded(n), np.nan, np.float32)
+    flags = new_flags(ranks)
+    for rank in range(ranks):
+        me = Rank(rank, ranks, flags)
+        matmul(Rows(out, 0, padded(n)), first_of(store, n, k), inputs, n_tokens, False, me)
+    return out.reshape(n_tokens, -1)[:, :n]
+
+
+def twin(w: np.ndarray, inputs: Inputs) -> np.ndarray:
+    """Integer sums of each block, scaled in float64."""
+    n, k = w.shape
+    q, d = definition.quantize(np.pad(w, ((0, 0), (0, padded(k) - k))))
+    blocks = padded(k) // 32
+    x = inputs.q.reshape(-1, blocks, 32).astype(np.int64)
+    sums = np.einsum("tbi,nbi->tnb", x, q.reshape(n, blocks, 32).astype(np.int64))
+    return np.einsum("tnb,nb,tb->tn", sums, d.astype("f8"), inputs.scales.reshape(-1, blocks))
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(shape).standard_normal(shape, dtype=np.float32)
+
+
+@pytest.mark.parametrize("k", DEPTHS)
+@pytest.mark.parametrize("n_tokens", TOKENS)
+def test_against_integers(k, n_tokens):
+    """A pair sum that saturates, a bias not undone, a scale of another block or row."""
+    for n in HEIGHTS:
+        w, inputs = random(n, k), inputs_of(random(n_tokens, k))
+        wanted = twin(w, inputs)
+        np.testing.assert_allclose(product(w, inputs, n_tokens), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)])
+def test_largest_values(signs):
+    """127 x 127, four times or two, is past what 16 bits hold if they are summed in them."""
+    w = np.full((32, 64), signs[0], np.float32)
+    inputs = inputs_of(np.full((3, 64), signs[1], np.float32))
+    assert set(np.abs(inputs.q)) == {127}
+    np.testing.assert_allclose(product(w, inputs, 3), 64 * signs[0] * signs[1], rtol=1e-3)
+
+
+def test_a_token_has_the_same_bits_alone_and_among_others():
+    """Another order of sums in another tile makes a batch differ from its requests."""
+    w, x = random(127, 160), random(13, 160)
+    together = product(w, inputs_of(x), 13)
+    for ranks in (2, 3, 5):
+        np.testing.assert_array_equal(product(w, inputs_of(x), 13, ranks), together)
+    for t in range(13):
+        np.testing.assert_array_equal(product(w, inputs_of(x[t : t + 1]), 1)[0], together[t])
+
+
+def test_quantised_activations():
+    """q = x / scale to the nearest, scale = max |x| / 127, and the sums of q; zeros give zeros."""
+    x = random(4, 96)
+    x[1] = 0
+    inputs = inputs_of(x)
+    blocks = x.reshape(4, 3, 32)
+    scale = np.abs(blocks).max(-1) / np.float32(127)
+    np.testing.assert_allclose(inputs.scales.reshape(4, 3), scale, rtol=1e-7)
+    q = inputs.q.reshape(4, 3, 32)
+    assert (np.abs(q * scale[..., None] - blocks) <= scale[..., None] * 0.5001).all()
+    np.testing.assert_array_equal(inputs.sums.reshape(4, 3), q.sum(-1))
+    assert not q[1].any()
+
+
+SCRIPT = """
+import hashlib, json, sys
+import numpy as np
+from engine import LLM
+from engine.kernels.int8 import FORM
+llm = LLM(sys.argv[1], threads=2, prefill_chunk=7)
+logits = llm.logits(np.arange(40))
+print(json.dumps([FORM, llm.settings["int8"], hashlib.sha256(logits.tobytes()).hexdigest()]))
+"""
+
+
+def bits_with(form: str, path, **env: str) -> list[str]:
+    env = os.environ | {"ENGINE_INT8": form} | env
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(path)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_every_form_gives_the_same_bits(tmp_path):
+    """A form that is only nearly exact gives another text on another machine."""
+    path = write_checkpoint(tmp_path, hidden_size=64)
+    forms = {
+        "portable": True,
+        "avx2": has("avx2"),
+        "vnni": has("avx512vnni"),
+        "neon": has("dotprod"),
+    }
+    found = {form: bits_with(form, path) for form, there in forms.items() if there}
+    assert all(form == said == setting for form, (said, setting, _) in found.items())
+    assert len({bits for _, _, bits in found.values()}) == 1, found
+
+
+def test_a_form_that_does_not_exist():
+    """A misspelt form must not fall back to another in silence."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import engine"],
+        env=os.environ | {"ENGINE_INT8": "vvni"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and "ENGINE_INT8" in done.stderr and "vvni" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("form", "triple", "cpu", "features", "instruction"),
+    [
+        ("neon", "aarch64-unknown-linux-gnu", "neoverse-n1", "+dotprod", r"\bsdot\b"),
+        ("vnni", "x86_64-unknown-linux-gnu", "znver4", "+avx512vnni,+avx512f", r"\bvpdpbusd\b"),
+        ("avx2", "x86_64-unknown-linux-gnu", "haswell", "+avx2", r"\bvpmaddwd\b"),
+    ],
+)
+def test_forms_of_other_processors_compile_to_their_instruction(
+    form, triple, cpu, features, instruction, monkeypatch
+):
+    """A form for a processor that is not here would be found broken by its first user."""
+    step = 2 if form == "avx2" else 4
+    monkeypatch.setattr(int8, "FORM", form)
+    monkeypatch.setattr(int8, "STEP", step)
+    monkeypatch.setattr(int8, "BYTES", ir.VectorType(int8.I8, step * 16))
+    module = ir.Module()
+    module.triple = triple
+    kind = ir.FunctionType(int8.V_I32, [int8.V_I32, int8.BYTES, int8.I32])
+    function = ir.Function(module, kind, "f")
+    b = ir.IRBuilder(function.append_basic_block())
+    acc, weights, x = function.args
+    b.ret(int8.dots(b, acc, int8.widened(b, weights), x))
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    try:
+        target = llvm.Target.from_triple(triple)
+    except RuntimeError:
+        pytest.skip(f"this llvmlite has no target {triple}")
+    machine = target.create_target_machine(cpu=cpu, features=features, opt=3)
+    assembly = machine.emit_assembly(llvm.parse_assembly(str(module)))
+    assert re.search(instruction, assembly), assembly
+
+
+def test_the_form_here_is_the_best_of_this_processor():
+    """A feature misread as absent costs most of the speed and nothing else tells."""
+    if "ENGINE_INT8" not in os.environ:
+        assert FORM == int8.best_form()
