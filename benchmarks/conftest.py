@@ -1,8 +1,8 @@
 """Options and fixtures of the benchmarks: python -m pytest benchmarks [--model DIR] [--threads N]
 
 Without a model they take the built-in one and a slice of Qwen3-0.6B with random weights, and some
-two minutes. Every figure stands beside what the machine can do, measured around it: pytest-benchmark
-keeps both in `extra_info`, and a table at the end shows them.
+two minutes. Every figure stands beside what the machine can do, measured around it: both are kept
+in pytest-benchmark's `extra_info`, and a table at the end shows them.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from engine.kernels.matmul import (
     embed,
     matmul,
     of_layer,
+    padded,
     prepare,
 )
 from engine.kernels.rmsnorm import rmsnorm, rmsnorm_rows
