@@ -49,12 +49,12 @@ def test_logits_are_those_of_transformers(backend, name):
     assert np.abs(logits - LOGITS[f"logits_{name}"]).max() < 1e-3
 
 
-@pytest.mark.parametrize("weights", ["f32", "bf16"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8_0"])
 def test_logits_have_the_same_bits_for_any_threads_and_chunks(weights):
     """A sum cut by rank or chunk gives other bits on another machine."""
     ids = LOGITS["ids_200"]
     wanted = LLM(weights=weights, threads=1).logits(ids)
-    for threads, chunk in ((2, 512), (3, 64), (2, 7), (1, 1), (5, 13)):
+    for threads, chunk in ((2, 512), (3, 64), (2, 5), (1, 1), (5, 13)):
         found = LLM(weights=weights, threads=threads, prefill_chunk=chunk).logits(ids)
         np.testing.assert_array_equal(found, wanted, err_msg=f"{threads=} {chunk=}")
 
@@ -92,6 +92,22 @@ def test_simd_agrees_with_numpy(changes, tmp_path):
         simd = LLM(path, weights="f32", threads=threads, prefill_chunk=70)
         np.testing.assert_allclose(simd.logits(ids), wanted, atol=1e-4)
         np.testing.assert_allclose(decoded(simd, ids), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_q8_0_is_near_its_exact_products(changes, tmp_path):
+    """Blocks of another row or head give fluent nonsense, far from what 8 bits can cost.
+
+    The oracle multiplies the dequantised weights; only the activations' 8 bits differ.
+    """
+    path = write_checkpoint(tmp_path, **changes)
+    numpy = LLM(path, weights="q8_0", backend="numpy")
+    ids = np.random.default_rng(0).integers(0, numpy.config.vocab_size, 80)
+    wanted = numpy.logits(ids)
+    simd = LLM(path, weights="q8_0", threads=2, prefill_chunk=70)
+    for found in (simd.logits(ids), decoded(simd, ids)):
+        error = np.sqrt(((found - wanted) ** 2).mean())
+        assert error < 0.06 * wanted.std()
 
 
 def test_bf16_weights_are_exact_products_of_the_stored_values(tmp_path):
