@@ -28,12 +28,13 @@ from engine.kernels.simd import (
     load,
     splat,
     store,
+    transpose,
 )
 from engine.kernels.team import share
 from engine.kernels.tile import TILE_TOKENS, tile_dot, tile_store, tile_zero
 
 CHUNK = 64  # rows of a chunk
-BLOCK = 192  # queries that share a packed chunk of K: packing is then 5% of their work
+BLOCK = 192  # queries that share a copied chunk of K and V
 LOWEST = np.float32(-3.0e38)
 
 
@@ -173,8 +174,8 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
     scores = sums + BLOCK * head_dim  # (BLOCK, CHUNK)
     peaks = scores + BLOCK * CHUNK  # (BLOCK,) largest scores
     totals = peaks + BLOCK  # (BLOCK,) sums of exponentials
-    keys = totals + BLOCK  # (CHUNK, head_dim) packed as weights are
-    values = keys + CHUNK * head_dim  # (CHUNK, head_dim): in K and V every row is another page
+    keys = totals + BLOCK  # (CHUNK / 16, head_dim, 16): 16 keys by their elements
+    values = keys + CHUNK * head_dim  # (head_dim / 16, CHUNK, 16): rows, 16 elements at a time
 
     for r in range(n):
         token, head = (first + r) // group, kv_head * group + (first + r) % group
@@ -188,31 +189,35 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
     for row in range(0, n_rows, CHUNK):
         at = row * kv_dim + kv_head * head_dim
         copy_chunk(work, keys, values, k, v, at, kv_dim, min(CHUNK, n_rows - row), head_dim)
-        for r in range(0, n, TILE_TOKENS):
-            valid = min(TILE_TOKENS, n - r)
-            seen = min(CHUNK, start + (first + r + valid - 1) // group + 1 - row)
-            q_at, p_at, sums_at = queries + r * head_dim, scores + r * CHUNK, sums + r * head_dim
+        # the first query that sees the chunk, from a whole tile on
+        begin = max((row - start) * group - first, 0) // TILE_TOKENS * TILE_TOKENS
 
-            for j in range(0, seen, LANES):
-                total = tile_zero(1, TILE_TOKENS)
-                w_at = keys + j * head_dim
+        for j in range(0, min(CHUNK, n_rows - row), LANES):
+            for r in range(begin, n, TILE_TOKENS):
+                valid, q_at = min(TILE_TOKENS, n - r), queries + r * head_dim
+                w_at, total = keys + j * head_dim, tile_zero(1, TILE_TOKENS)
                 total = tile_dot(total, work, w_at, LANES, 0, work, q_at, head_dim, valid, head_dim)
-                tile_store(work, p_at + j, CHUNK, valid, total, False)
+                tile_store(work, scores + r * CHUNK + j, CHUNK, valid, total, False)
 
-            for i in range(valid if seen > 0 else 0):
-                own = min(CHUNK, start + (first + r + i) // group + 1 - row)
-                old, peak_at, total_at = work[peaks + r + i], peaks + r + i, totals + r + i
-                peak, total_p = softmax_chunk(work, p_at + i * CHUNK, own, old)
+        for r in range(begin, n):
+            seen = min(CHUNK, start + (first + r) // group + 1 - row)
+            old = work[peaks + r]
+            peak, total = softmax_chunk(work, scores + r * CHUNK, seen, old)
+            if peak > old:
                 scale = lane_max(exp(splat(old - peak)))
-                work[peak_at], work[total_at] = peak, work[total_at] * scale + total_p
-                for d in range(sums_at + i * head_dim, sums_at + (i + 1) * head_dim, LANES):
-                    store(work, d, load(work, d) * scale)
+                work[peaks + r] = peak
+                work[totals + r] *= scale
+                for i in range(sums + r * head_dim, sums + (r + 1) * head_dim, LANES):
+                    store(work, i, load(work, i) * scale)
+            work[totals + r] += total
 
-            for d in range(0, head_dim if seen > 0 else 0, LANES):
-                total = tile_zero(1, TILE_TOKENS)
-                w_at = values + d
-                total = tile_dot(total, work, w_at, head_dim, 0, work, p_at, CHUNK, valid, seen)
-                tile_store(work, sums_at + d, head_dim, valid, total, True)
+        for i in range(0, head_dim, LANES):
+            for r in range(begin, n, TILE_TOKENS):
+                valid, p_at = min(TILE_TOKENS, n - r), scores + r * CHUNK
+                seen = min(CHUNK, start + (first + r + valid - 1) // group + 1 - row)
+                w_at, total = values + i * CHUNK, tile_zero(1, TILE_TOKENS)
+                total = tile_dot(total, work, w_at, LANES, 0, work, p_at, CHUNK, valid, seen)
+                tile_store(work, sums + r * head_dim + i, head_dim, valid, total, True)
 
     for r in range(n):
         token, head = (first + r) // group, kv_head * group + (first + r) % group
@@ -223,11 +228,18 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
 
 @inlined
 def copy_chunk(work, keys, values, k, v, at, kv_dim, n_rows, head_dim):
-    """K and V of one head, (n_rows, head_dim) from `at` on: K packed as weights are, V as it is."""
-    for j in range(n_rows):
-        row = at + j * kv_dim
-        key = keys + j // LANES * head_dim * LANES + j % LANES
-        for i in range(head_dim):
-            work[key + i * LANES] = k[row + i]
+    """K and V of one head, (n_rows, head_dim) from `at` on, as tiles read them.
+
+    Beside the rows of other heads every row is on another page, and in the same few sets of the
+    cache.
+    """
+    whole = n_rows // LANES * LANES
+    for j in range(0, whole, LANES):
         for i in range(0, head_dim, LANES):
-            store(work, values + j * head_dim + i, load(v, row + i))
+            transpose(work, keys + j * head_dim + i * LANES, k, at + j * kv_dim + i, kv_dim)
+    for j in range(whole, n_rows):
+        for i in range(head_dim):
+            work[keys + whole * head_dim + i * LANES + j - whole] = k[at + j * kv_dim + i]
+    for j in range(n_rows):
+        for i in range(0, head_dim, LANES):
+            store(work, values + i * CHUNK + j * LANES, load(v, at + j * kv_dim + i))

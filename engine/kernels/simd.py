@@ -218,6 +218,34 @@ def lane_max(tc, value):
     return types.float32(f32x16), build
 
 
+@intrinsic
+def transpose(tc, out, to, array, at, stride):
+    """out[to + 16 c + r] = array[at + r * stride + c], for 16 rows r and 16 columns c."""
+
+    def build(ctx, b, sig, args):
+        out, to, array, at, stride = args
+        rows = [
+            load_lanes(
+                ctx, b, sig.args[2], array, b.add(at, b.mul(stride, ir.Constant(at.type, r)))
+            )
+            for r in range(LANES)
+        ]
+        for step in (8, 4, 2, 1):  # swap the off-diagonal squares of every block of 2 step x 2 step
+            for r in (r for r in range(LANES) if not r & step):
+                low = [i if not i & step else LANES + i - step for i in range(LANES)]
+                high = [i + step if not i & step else LANES + i for i in range(LANES)]
+                rows[r], rows[r + step] = (
+                    b.shuffle_vector(rows[r], rows[r + step], V_I32(mask)) for mask in (low, high)
+                )
+        for c, column in enumerate(rows):
+            p = address(ctx, b, sig.args[0], out, b.add(to, ir.Constant(to.type, c * LANES)))
+            b.store(column, b.bitcast(p, V_F32.as_pointer()), align=4)
+        return ctx.get_dummy_value()
+
+    size = types.intp
+    return types.void(out, size, array, size, size), build
+
+
 def define(operation, method: str) -> None:
     """Make Python's operator work on f32x16, with floats on either side."""
 

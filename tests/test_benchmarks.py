@@ -1,0 +1,261 @@
+"""benchmarks/: every script at toy size, so that none can rot. The figures here say nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import compare, decode, gate, one, perplexity, runs, shapes
+from benchmarks.machine import Arithmetic
+from engine import LLM
+from engine.llm import BUILT_IN
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def last_json(text: str) -> dict:
+    return json.loads(text.splitlines()[-1])
+
+
+# ---------------------------------------------------------------- the machine, and what it is given
+
+
+def test_peaks():
+    """A loop that the compiler found to do nothing, or a miscount: a rate no processor has."""
+    peak = Arithmetic(threads=1)
+    for kind in Arithmetic.KINDS:
+        assert 1e7 < peak.measure(kind) < 1e13
+
+
+def test_a_random_checkpoint_is_served(tmp_path):
+    """A writer whose names, shapes or offsets the loader refuses."""
+    path = shapes.write_checkpoint(tmp_path / "m", layers=1, vocabulary=64)
+    logits = LLM(path, weights="bf16", threads=1, context=8).logits([1, 2, 63])
+    assert logits.shape == (3, 64) and np.isfinite(logits).all() and logits.std() > 0.01
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def test_decode(capsys):
+    decode.main(["--rows", "3", "--steps", "2", "--rounds", "1", "--threads", "1"])
+    assert last_json(capsys.readouterr().out)["3"]["tokens_per_second"] > 0
+
+
+def test_perplexity(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question.")
+    perplexity.main([str(text), "--window", "8", "--weights", "f32"])
+    assert 1 < last_json(capsys.readouterr().out)["f32"] < 3000
+
+
+TOY = ["--new", "3", "--rounds", "1", "--threads", "1"]
+
+
+def test_compare(tmp_path, capsys):
+    """The table, the JSON, and what of a file is replaced: the rest of it must stay."""
+    file = tmp_path / "README.md"
+    file.write_text("before\n<!-- compare -->\nold\n<!-- /compare -->\nafter\n")
+    compare.main(["--engines", "engine", "--prompts", "5,9000", *TOY, "--write", str(file)])
+    out, err = capsys.readouterr()
+    assert "left out: 9000 tokens: the model's context is 2048" in err
+    found = last_json(out)
+    own = found["prompts"]["5"]["engine"]
+    assert found["model"] == "built-in" and found["read_bytes_per_second"] > 0
+    assert own["prefill"] > 0 and own["decode"] > 0 and own["share_of_limit"] > 0
+    assert 20 < own["peak_mb"] < 1000
+    text = file.read_text()
+    assert text.startswith("before\n<!-- compare -->\n") and "old" not in text
+    assert text.endswith("|\n<!-- /compare -->\nafter\n") and "| 5 | engine |" in text
+
+
+def test_compare_says_what_is_not_there(tmp_path, capsys):
+    """An engine that vanishes from the table without a word."""
+    assert compare.present(["engine", "llama.cpp"], sys.executable, BUILT_IN) == ["engine"]
+    assert "llama.cpp: there is no assets.q8_0.gguf" in capsys.readouterr().err
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    assert compare.present(["transformers"], str(tmp_path / "python"), BUILT_IN) == []
+    assert "has no transformers" in capsys.readouterr().err
+
+
+def test_compare_with_a_file_without_marks(tmp_path):
+    """A table measured for minutes that then has no place."""
+    (tmp_path / "f").write_text("<!-- /compare --> <!-- compare -->")
+    with pytest.raises(SystemExit):
+        compare.main(["--write", str(tmp_path / "f")])
+
+
+def test_ratios_are_to_the_best_other():
+    """A ratio to the worst, or to itself; a limit of other bytes."""
+
+    def one_run(first: float, step: float) -> list[dict]:
+        found = {"first": [first], "steps": [step, step, 9.0], "peak_bytes": 2e6}
+        return [found | {"bytes_per_token": 100}]
+
+    runs = {"engine": one_run(2, 0.1), "a": one_run(4, 0.05), "b": one_run(8, 0.2)}
+    own = compare.medians(runs, prompt=16, read=2000.0)["engine"]
+    assert own["prefill"] == 8 and own["prefill_to_best"] == 2
+    assert own["decode"] == 10 and own["decode_to_best"] == 0.5
+    assert own["share_of_limit"] == 0.5 and own["peak_mb"] == 2
+
+
+def test_a_process_that_fails_says_why(tmp_path):
+    """An engine that crashed taken for one that is fast."""
+    with pytest.raises(RuntimeError, match="engine ended with status 1: (.|\n)*config.json"):
+        flags = "--prompt", "3", "--new", "2", "--threads", "1"
+        one.in_process(sys.executable, "engine", tmp_path, *flags, PYTHONPATH=str(REPO))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("a=bf16", "bf16"), ("a=2", 2), ("a=null", None), ("a=", "")]
+)
+def test_options_for_the_engine(text, value):
+    assert one.option(text) == ("a", value)
+
+
+# ---------------------------------------------------------------- gate
+
+
+def run_gate(base, head, folder: Path, *flags: str) -> int:
+    short = ["--model", "built-in", "--prompt", "8", "--requests", "1", *TOY]
+    return gate.main([str(base), str(head), *short, "--save", str(folder), *flags])
+
+
+def test_gate_on_this_checkout(tmp_path, capsys):
+    """Two directories, in processes of their own; times this short are no reason to stop."""
+    assert run_gate(REPO, REPO, tmp_path, "--tripwire", "1e6") == 0
+    found = last_json(capsys.readouterr().out)
+    assert found["slower"] == [] and found["decode"]["base"] > 0
+    (saved,) = runs.load(tmp_path)
+    assert {b["group"] for b in saved["benchmarks"]} == {"prefill", "decode"}
+    assert all(b["extra_info"]["tokens_per_second"] > 0 for b in saved["benchmarks"])
+
+
+@pytest.mark.parametrize(("slowdown", "rounds", "status"), [(1.05, 1, 0), (1.2, 2, 1)])
+def test_gate_trips(monkeypatch, tmp_path, slowdown, rounds, status):
+    """A gate that lets all pass, or that judges by noise: steps here have outliers."""
+    (tmp_path / "head" / "engine").mkdir(parents=True)
+    (tmp_path / "head" / "engine" / "__init__.py").touch()
+    seen = []
+
+    def timed(checkpoint, seed, args, side, own):
+        seen.append(seed)
+        slow = slowdown if side.name == "head" else 1
+        return {"first": [5.0, 4.0], "steps": [7.0 * slow, 1.0 * slow, 99.0]}
+
+    monkeypatch.setattr(gate, "timed", timed)
+    assert run_gate(REPO, tmp_path / "head", tmp_path / "saved") == status
+    assert seen == [seed for seed in range(rounds) for _ in gate.SIDES]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gate_removes_its_worktrees(monkeypatch, tmp_path, fails):
+    """A worktree left behind, after a failure above all."""
+    words = []
+
+    def git(*said):
+        words.append(said)
+        if said[:2] == ("worktree", "add"):
+            (Path(said[3]) / "engine").mkdir(parents=True)
+        return "c0ffee"
+
+    def timed(checkpoint, seed, args, side, own):
+        assert own == {
+            "PYTHONPATH": str(side),
+            "NUMBA_CACHE_DIR": str(side.with_name(f"{side.name}-compiled")),
+        }
+        if fails and side.name == "head":
+            raise RuntimeError("the engine ended with status 1")
+        return {"first": [1.0], "steps": [1.0]}
+
+    monkeypatch.setattr(gate, "git", git)
+    monkeypatch.setattr(gate, "timed", timed)
+    assert run_gate("v1", "main", tmp_path) == (2 if fails else 0)
+    added = [said[3] for said in words if said[:2] == ("worktree", "add")]
+    removed = [said[-1] for said in words if said[:2] == ("worktree", "remove")]
+    assert [Path(folder).name for folder in added] == ["base", "head"]
+    assert removed == added[::-1] and not any(map(os.path.exists, added))
+
+
+def test_gate_on_what_is_no_revision(monkeypatch, tmp_path, capsys):
+    """A traceback for a name that was mistyped."""
+
+    def git(*said):
+        raise RuntimeError("git rev-parse: unknown revision")
+
+    monkeypatch.setattr(gate, "git", git)
+    assert run_gate("no-such", REPO, tmp_path) == 2
+    assert capsys.readouterr().err.startswith("error: 'no-such' is no revision")
+
+
+# ---------------------------------------------------------------- history
+
+
+def save_run(folder: Path, commit: str | None, speed: float) -> None:
+    found = [
+        runs.benchmark(group, f"test_{group}[slice-17]", [1 / speed], tokens_per_second=speed)
+        for group in ("decode", "prefill")
+    ]
+    runs.save(folder, "x", commit, [*found, runs.benchmark("start", "test_load[slice]", [0.1])])
+
+
+def test_saved_runs(tmp_path):
+    """Numbers that start anew and overwrite a run; a file of another kind drawn as one."""
+    for speed in (10.0, 20.0):
+        save_run(tmp_path, "c0ffee", speed)
+    assert sorted(file.name for file in tmp_path.rglob("*.json")) == ["0001_x.json", "0002_x.json"]
+    speeds = [
+        run["benchmarks"][0]["extra_info"]["tokens_per_second"] for run in runs.load(tmp_path)
+    ]
+    assert speeds == [10, 20]
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match="other.json: is no saved run"):
+        runs.load(tmp_path)
+
+
+def test_history(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="history.py draws with matplotlib: extra benchmarks")
+    from benchmarks import history
+
+    for commit, speed in (("c0ffee", 10.0), (None, 20.0)):
+        save_run(tmp_path, commit, speed)
+    picture = tmp_path / "history.png"
+    history.main(["--runs", str(tmp_path), "--out", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    lines = history.lines_of(runs.load(tmp_path))
+    assert lines["decode"] == {"test_decode[slice-17]": [(0, 10.0), (1, 20.0)]}
+    assert set(lines) == {"decode", "prefill"}
+    with pytest.raises(SystemExit):
+        history.main(["--runs", str(tmp_path / "none")])
+
+
+# ---------------------------------------------------------------- pytest benchmarks
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytest_benchmark") is None,
+    reason="the suites need pytest-benchmark: extra benchmarks",
+)
+def test_suites(tmp_path):
+    """Every benchmark through the code that measures, at the smallest sizes."""
+    out = tmp_path / "run.json"
+    command = [sys.executable, "-m", "pytest", "benchmarks", "--toy", "-p", "no:cacheprovider"]
+    command += ["--threads", "2", f"--benchmark-json={out}", f"--basetemp={tmp_path / 'temp'}"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    found = {b["name"]: b["extra_info"] for b in json.loads(out.read_text())["benchmarks"]}
+    assert found["test_decode[slice-4000]"]["tokens_per_second"] > 0
+    assert found["test_matmul[wq-q8_0-511]"]["peak_gop_per_second"] > 0
+    assert found["test_prompt_attention"]["gflop_per_second"] > 0
+    assert found["test_first_token[built-in]"]["threads"] == 2
+    for name in ("prefill[built-in-511]", "sampling[top_p]", "decode_attention[4000]"):
+        assert f"test_{name}" in found
+    assert "test_decode[slice-17]" in done.stdout and " tok/s " in done.stdout
