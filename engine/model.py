@@ -16,10 +16,10 @@ import numpy as np
 from engine import memory
 from engine.cache import BasicKvCache
 from engine.config import ModelConfig
-from engine.kernels.attention import CHUNK, parts_size, prompt_work_size
+from engine.kernels.attention import decode_work_size, parts_size, prompt_work_size
 from engine.kernels.forward import Scratch, Sizes, Weights, step
 from engine.kernels.int8 import Q_TYPE
-from engine.kernels.matmul import BLOCK, Q8, Inputs, Rows, padded
+from engine.kernels.matmul import BLOCK, Q8, Inputs, Rows, padded, rows_for
 from engine.kernels.rope import rope_table
 from engine.kernels.team import Rank, break_team, new_flags
 
@@ -42,16 +42,18 @@ class SimdModel:
             c.vocab_size,
             c.norm_eps,
         )
-        per_rank = max(prompt_work_size(c.head_dim), c.n_heads * CHUNK)
+        per_rank = max(prompt_work_size(c.head_dim), decode_work_size(c.n_heads))
         quantized = isinstance(weights.wq, Q8)
 
+        n_rows = rows_for(max_tokens)
+
         def rows(width: int) -> Rows:
-            return Rows(memory.zeros(max_tokens * padded(width)), 0, padded(width))
+            return Rows(memory.zeros(n_rows * padded(width)), 0, padded(width))
 
         def inputs(width: int) -> Inputs:
-            size = max_tokens * padded(width) if quantized else 0
-            kinds = {"q": Q_TYPE, "scales": np.float32, "sums": np.int32}
-            sizes = {"q": size, "scales": size // BLOCK, "sums": size // BLOCK}
+            size = n_rows * padded(width) if quantized else 0
+            kinds = {"q": Q_TYPE, "scales": np.float32, "starts": np.int32}
+            sizes = {"q": size, "scales": size // BLOCK, "starts": size // BLOCK}
             return Inputs(rows(width), **{n: memory.zeros(sizes[n], t) for n, t in kinds.items()})
 
         self.scratch = Scratch(

@@ -9,6 +9,7 @@ from engine.kernels.attention import (
     CHUNK,
     Heads,
     decode_attention,
+    decode_work_size,
     merge_chunks,
     parts_size,
     prompt_attention,
@@ -34,7 +35,7 @@ def run_decode(out, q, k, v, n_rows, heads, ranks) -> None:
     Scratch is of exactly the size that is asked for, and full of NaN.
     """
     parts = nans(parts_size(n_rows, heads.n_heads, heads.head_dim))
-    work, flags = nans(ranks, heads.n_heads * CHUNK), new_flags(ranks)
+    work, flags = nans(ranks, decode_work_size(heads.n_heads)), new_flags(ranks)
     team = [Rank(rank, ranks, flags) for rank in range(ranks)]
     for me in team:
         at = me.rank * work.shape[1]

@@ -16,7 +16,16 @@ from llvmlite import ir
 from engine.kernels import int8
 from engine.kernels.int8 import FORM, Q_TYPE
 from engine.kernels.jit import has
-from engine.kernels.matmul import Q8, Inputs, Rows, matmul, of_layer, padded, quantize
+from engine.kernels.matmul import (
+    Q8,
+    Inputs,
+    Rows,
+    matmul,
+    of_layer,
+    padded,
+    quantize,
+    rows_for,
+)
 from engine.kernels.pack import quantize_rows
 from engine.kernels.team import Rank, new_flags
 from engine.loading import quantize as definition
@@ -35,6 +44,7 @@ def inputs_of(x: np.ndarray) -> Inputs:
     """x (n_tokens, k) as matrices read it, quantised."""
     n_tokens, k = x.shape
     wide = np.pad(x, ((0, 0), (0, padded(k) - k)))
+    wide = np.pad(wide, ((0, rows_for(n_tokens) - n_tokens), (0, 0)), constant_values=np.nan)
     rows = Rows(wide.ravel().copy(), 0, padded(k))
     size = wide.size
     inputs = Inputs(
@@ -59,14 +69,16 @@ def product(w: np.ndarray, inputs: Inputs, n_tokens: int, ranks: int = 1) -> np.
     return out.reshape(n_tokens, -1)[:, :n]
 
 
-def twin(w: np.ndarray, inputs: Inputs) -> np.ndarray:
+def twin(w: np.ndarray, inputs: Inputs, n_tokens: int) -> np.ndarray:
     """Integer sums of each block, scaled in float64."""
     n, k = w.shape
     q, d = definition.quantize(np.pad(w, ((0, 0), (0, padded(k) - k))))
     blocks = padded(k) // 32
-    x = inputs.q.reshape(-1, blocks, 32).astype(np.int64)
+    x = inputs.q.reshape(-1, blocks, 32).astype(np.int64)[:n_tokens]
     sums = np.einsum("tbi,nbi->tnb", x, q.reshape(n, blocks, 32).astype(np.int64))
-    return np.einsum("tnb,nb,tb->tn", sums, d.astype("f8"), inputs.scales.reshape(-1, blocks))
+    return np.einsum(
+        "tnb,nb,tb->tn", sums, d.astype("f8"), inputs.scales.reshape(-1, blocks)[:n_tokens]
+    )
 
 
 def random(*shape: int) -> np.ndarray:
@@ -79,7 +91,7 @@ def test_against_integers(k, n_tokens):
     """A pair sum that saturates, a bias not undone, a scale of another block or row."""
     for n in HEIGHTS:
         w, inputs = random(n, k), inputs_of(random(n_tokens, k))
-        wanted = twin(w, inputs)
+        wanted = twin(w, inputs, n_tokens)
         np.testing.assert_allclose(product(w, inputs, n_tokens), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -88,7 +100,7 @@ def test_largest_values(signs):
     """127 x 127, four times or two, is past what 16 bits hold if they are summed in them."""
     w = np.full((32, 64), signs[0], np.float32)
     inputs = inputs_of(np.full((3, 64), signs[1], np.float32))
-    assert set(np.abs(inputs.q)) == {127}
+    assert set(np.abs(inputs.q[: 3 * 64])) == {127}
     np.testing.assert_allclose(product(w, inputs, 3), 64 * signs[0] * signs[1], rtol=1e-3)
 
 
@@ -103,16 +115,16 @@ def test_a_token_has_the_same_bits_alone_and_among_others():
 
 
 def test_quantised_activations():
-    """q = x / scale to the nearest, scale = max |x| / 127, and the sums of q; zeros give zeros."""
+    """q is x / scale to the nearest, scale max |x| / 127, a start -128 times the sum of q."""
     x = random(4, 96)
     x[1] = 0
     inputs = inputs_of(x)
     blocks = x.reshape(4, 3, 32)
     scale = np.abs(blocks).max(-1) / np.float32(127)
-    np.testing.assert_allclose(inputs.scales.reshape(4, 3), scale, rtol=1e-7)
-    q = inputs.q.reshape(4, 3, 32)
+    np.testing.assert_allclose(inputs.scales.reshape(-1, 3)[:4], scale, rtol=1e-7)
+    q = inputs.q.reshape(-1, 3, 32)[:4]
     assert (np.abs(q * scale[..., None] - blocks) <= scale[..., None] * 0.5001).all()
-    np.testing.assert_array_equal(inputs.sums.reshape(4, 3), q.sum(-1))
+    np.testing.assert_array_equal(inputs.starts.reshape(-1, 3)[:4], -128 * q.sum(-1, dtype=int))
     assert not q[1].any()
 
 

@@ -67,6 +67,11 @@ def softmax_chunk(scores, at, seen, peak):
 # ---------------------------------------------------------------- a generated token
 
 
+def decode_work_size(n_heads: int) -> int:
+    """Floats of working memory that a rank needs for `decode_attention`: heads in pairs."""
+    return (n_heads + 1) * CHUNK
+
+
 def parts_size(n_rows: int, n_heads: int, head_dim: int) -> int:
     """Floats that `decode_attention` needs for what a token's chunks gather."""
     return -(-n_rows // CHUNK) * n_heads * (head_dim + 2)
@@ -77,8 +82,9 @@ def decode_attention(parts, q, k, v, n_rows, heads, work, work_at, me):
     """This rank's chunks of softmax(q k^T) v for one token, unmerged.
 
     q: (n_heads, head_dim). k, v: (n_rows, n_kv_heads * head_dim), streamed whole, row by row, since
-    a row is a page and the prefetcher stops at pages. `work` has room for (n_heads, 64) from
-    `work_at`. parts: a chunk has (n_heads, head_dim) values, n_heads largest scores, n_heads sums.
+    a row is a page and the prefetcher stops at pages. `work` has room for
+    `decode_work_size(n_heads)` from `work_at`. parts: a chunk has (n_heads, head_dim) values, then
+    n_heads largest scores, then n_heads sums.
     """
     n_heads, n_kv_heads, head_dim = heads
     kv_dim, group = n_kv_heads * head_dim, n_heads // n_kv_heads
@@ -111,7 +117,7 @@ def decode_attention(parts, q, k, v, n_rows, heads, work, work_at, me):
                 p_at = work_at + head * CHUNK + j
                 for i in range(0, head_dim, LANES):
                     total = tile_zero(1, 2)
-                    total = tile_dot(total, v, v_at + i, kv_dim, 0, work, p_at, CHUNK, pair, rows)
+                    total = tile_dot(total, v, v_at + i, kv_dim, 0, work, p_at, CHUNK, rows)
                     to = values + head * head_dim + i
                     tile_store(parts, to, head_dim, pair, total, True)
 
@@ -196,7 +202,7 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
             for r in range(begin, n, TILE_TOKENS):
                 valid, q_at = min(TILE_TOKENS, n - r), queries + r * head_dim
                 w_at, total = keys + j * head_dim, tile_zero(1, TILE_TOKENS)
-                total = tile_dot(total, work, w_at, LANES, 0, work, q_at, head_dim, valid, head_dim)
+                total = tile_dot(total, work, w_at, LANES, 0, work, q_at, head_dim, head_dim)
                 tile_store(work, scores + r * CHUNK + j, CHUNK, valid, total, False)
 
         for r in range(begin, n):
@@ -216,7 +222,7 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
                 valid, p_at = min(TILE_TOKENS, n - r), scores + r * CHUNK
                 seen = min(CHUNK, start + (first + r + valid - 1) // group + 1 - row)
                 w_at, total = values + i * CHUNK, tile_zero(1, TILE_TOKENS)
-                total = tile_dot(total, work, w_at, LANES, 0, work, p_at, CHUNK, valid, seen)
+                total = tile_dot(total, work, w_at, LANES, 0, work, p_at, CHUNK, seen)
                 tile_store(work, sums + r * head_dim + i, head_dim, valid, total, True)
 
     for r in range(n):

@@ -79,12 +79,20 @@ class Rows(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Rows that a matrix multiplies, and room for what they are as Q8_0."""
+    """Rows that a matrix multiplies, and room for what they are as Q8_0.
+
+    There are rows for whole tiles of tokens: `rows_for(n_tokens)`.
+    """
 
     rows: Rows
     q: np.ndarray  # (T, stride) Q_TYPE
     scales: np.ndarray  # (T, stride / 32) float32
-    sums: np.ndarray  # (T, stride / 32) int32, the sum of a block of q
+    starts: np.ndarray  # (T, stride / 32) int32, -128 times the sum of a block of q
+
+
+def rows_for(n_tokens: int) -> int:
+    """Rows that Inputs of so many tokens need: whole tiles of them."""
+    return 1 if n_tokens == 1 else n_tokens + max(TILE_TOKENS, STEP_TOKENS) - 1
 
 
 @inlined
@@ -145,7 +153,7 @@ def all_tokens(zero, out, w, x, g, last, n_tokens, add):
     while g + tile_groups(zero) <= last:
         for t in range(0, n_tokens, tile_tokens(zero)):
             valid = min(tile_tokens(zero), n_tokens - t)
-            total = dot_rows(w.store, zero, w.at + g * LANES * w.k, w.k, x, t, valid)
+            total = dot_rows(w.store, zero, w.at + g * LANES * w.k, w.k, x, t)
             to = out.at + t * out.stride + g * LANES
             tile_store(out.data, to, out.stride, valid, total, add)
         g += tile_groups(zero)
@@ -163,32 +171,30 @@ def wide_tile_for(store):
     return lambda store: tile_zero(TILE_GROUPS, TILE_TOKENS)
 
 
-def dot_rows(store, zero, at, k, x, t, valid):
-    """The tile of row groups whose weights start at `at`, times tokens t to t + valid."""
+def dot_rows(store, zero, at, k, x, t):
+    """The tile of row groups whose weights start at `at`, times the tokens from t on."""
 
 
 @by_store(dot_rows)
-def dot_rows_for(store, zero, at, k, x, t, valid):
-    def floats(store, zero, at, k, x, t, valid):
+def dot_rows_for(store, zero, at, k, x, t):
+    def floats(store, zero, at, k, x, t):
         x_at = x.rows.at + t * x.rows.stride
         group = k * LANES
-        return tile_dot(
-            zero, store.data, at, LANES, group, x.rows.data, x_at, x.rows.stride, valid, k
-        )
+        return tile_dot(zero, store.data, at, LANES, group, x.rows.data, x_at, x.rows.stride, k)
 
-    def q8(store, zero, at, k, x, t, valid):
+    def q8(store, zero, at, k, x, t):
         group, stride = k * LANES, x.rows.stride
         x_at, blocks = x.rows.at + t * stride, stride // BLOCK
         total = zero
         for c in range(0, k, BLOCK):
             x_block = (x_at + c) // BLOCK
-            acc = tile_start(total, x.sums, x_block, blocks, valid)
+            acc = tile_start(total, x.starts, x_block, blocks)
             for i in range(c, c + BLOCK, STEP):
                 w_at = at + i * LANES
-                acc = tile_step(acc, store.data, w_at, group, x.q, x_at + i, stride, valid)
+                acc = tile_step(acc, store.data, w_at, group, x.q, x_at + i, stride)
             scale_at = (at + c * LANES) // BLOCK
             total = tile_scaled(
-                total, acc, store.scales, scale_at, group // BLOCK, x.scales, x_block, blocks, valid
+                total, acc, store.scales, scale_at, group // BLOCK, x.scales, x_block, blocks
             )
         return total
 
@@ -219,7 +225,7 @@ def quantize(x, first, last, start, stop):
             store_whole(x.q, at, low)
             store_whole(x.q, at + LANES, high)
             x.scales[at // BLOCK] = peak / np.float32(127.0)
-            x.sums[at // BLOCK] = np.int32(lane_sum(low + high))
+            x.starts[at // BLOCK] = np.int32(-128.0 * lane_sum(low + high))
 
 
 def embed(store, x, at, token, dim):

@@ -3,6 +3,9 @@
 A `Tile` is an array of vectors, 16 rows of a matrix for each of some tokens. The unrolling is done
 inside the intrinsics, so that a kernel with 12 accumulators is still a short loop. The order of a
 sum is that of the columns, whatever the tile's shape.
+
+A tile always reads all its tokens: arrays of a row a token have rows for whole tiles. What it
+computes of rows that are no tokens is not stored.
 """
 
 from __future__ import annotations
@@ -54,16 +57,10 @@ class TileModel(models.PrimitiveModel):
         super().__init__(dmm, fe_type, ir.ArrayType(fe_type.vector, size))
 
 
-def corner(ctx, b, tile: Tile, array_type, array, at, stride, valid, count):
-    """Addresses array[at + t * stride] of a tile's tokens; those past `valid` repeat the last."""
-    found = []
-    last = b.sub(valid, ir.Constant(valid.type, 1))
-    for t in range(tile.tokens):
-        token = ir.Constant(valid.type, t)
-        token = b.select(b.icmp_signed("<", token, last), token, last) if t else token
-        index = b.add(at, b.mul(stride, token))
-        found.append(address(ctx, b, array_type, array, index, count))
-    return found
+def token_addresses(ctx, b, tile: Tile, array_type, array, at, stride, count):
+    """Where array[at + t * stride] lies for each token t of a tile; `count` elements are read."""
+    steps = (b.mul(stride, ir.Constant(stride.type, t)) for t in range(tile.tokens))
+    return [address(ctx, b, array_type, array, b.add(at, step), count) for step in steps]
 
 
 @intrinsic(prefer_literal=True)
@@ -76,13 +73,13 @@ def tile_zero(tc, groups, tokens):
 
 
 @intrinsic
-def tile_fma(tc, total, w, w_at, w_stride, x, x_at, x_stride, valid):
+def tile_fma(tc, total, w, w_at, w_stride, x, x_at, x_stride):
     """total[g, t] += w[w_at + g * w_stride : + 16] * x[x_at + t * x_stride]."""
 
     def build(ctx, b, sig, args):
-        total, w, w_at, w_stride, x, x_at, x_stride, valid = args
+        total, w, w_at, w_stride, x, x_at, x_stride = args
         tile = sig.args[0]
-        scalars = corner(ctx, b, tile, sig.args[4], x, x_at, x_stride, valid, 1)
+        scalars = token_addresses(ctx, b, tile, sig.args[4], x, x_at, x_stride, 1)
         tokens = [splatted(b, b.load(p)) for p in scalars]
         for g in range(tile.groups):
             at = b.add(w_at, b.mul(w_stride, ir.Constant(w_at.type, g)))
@@ -95,7 +92,7 @@ def tile_fma(tc, total, w, w_at, w_stride, x, x_at, x_stride, valid):
 
     if isinstance(total, Tile) and is_loadable(w) and is_floats(x):
         size = types.intp
-        return total(total, w, size, size, x, size, size, size), build
+        return total(total, w, size, size, x, size, size), build
 
 
 @intrinsic
@@ -125,14 +122,14 @@ def tile_store(tc, out, at, stride, valid, total, add):
 
 
 @inlined
-def tile_dot(total, w, w_at, w_step, w_stride, x, x_at, x_stride, valid, n):
+def tile_dot(total, w, w_at, w_step, w_stride, x, x_at, x_stride, n):
     """total[g, t] += sum over c < n of w[w_at + g * w_stride + c * w_step : + 16] * x[t, c].
 
     Sums run over c in order whatever the tile's shape: a token alone gets the bits it gets among
     others.
     """
     for c in range(n):
-        total = tile_fma(total, w, w_at + c * w_step, w_stride, x, x_at + c, x_stride, valid)
+        total = tile_fma(total, w, w_at + c * w_step, w_stride, x, x_at + c, x_stride)
     return total
 
 
