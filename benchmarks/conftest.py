@@ -1,8 +1,9 @@
 """Options and fixtures of the benchmarks: python -m pytest benchmarks [--model DIR] [--threads N]
 
-Without a model they take the built-in one and a slice of Qwen3-0.6B with random weights, and some
-two minutes. Every figure stands beside what the machine can do, measured around it: both are kept
-in pytest-benchmark's `extra_info`, and a table at the end shows them.
+Without a model they take the built-in one and a slice of Qwen3-0.6B with random weights, and half a
+minute. Every figure stands beside what the machine can do, measured around it: both are kept in
+pytest-benchmark's `extra_info`, and a table at the end shows them. What is small enough to stay in
+the processor's cache can be read faster than memory.
 """
 
 from __future__ import annotations
@@ -117,9 +118,10 @@ class Measure:
         moved: int = 0,
         operations: int = 0,
         kind: str = "f32",
+        warm_up: int = 1,
         **also,
     ) -> None:
-        """Time `run` after one call that does not count.
+        """Time `run`, after `warm_up` calls that do not count.
 
         A call makes `tokens`, moves `moved` bytes and takes `operations` of `kind` (of
         Arithmetic): what is 0 is not reported. `setup` gives the arguments of each call. `also` is
@@ -131,7 +133,7 @@ class Measure:
             setup=setup,
             teardown=teardown,
             rounds=min(rounds, 2) if self.toy else rounds,
-            warmup_rounds=1,
+            warmup_rounds=warm_up,
         )
         if self.benchmark.stats is None:  # --benchmark-disable
             return

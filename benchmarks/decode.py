@@ -1,4 +1,4 @@
-"""Decode speed beside the memory's: python -m benchmarks.decode [--model M] [--weights bf16]
+"""Decode speed beside the memory's: python -m benchmarks.decode [--model M] [--weights q8_0]
 
 A token reads every weight once, and every row of K and V: the speed at which the machine reads
 memory is the limit. Both are measured in turn in one run; medians are printed, then one line of
@@ -24,7 +24,7 @@ from engine.threads import default_threads
 def main(argv: list[str] | None = None) -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--model", help="default: the built-in model")
-    ap.add_argument("--weights", choices=list(KINDS), default="bf16")
+    ap.add_argument("--weights", choices=list(KINDS), default="q8_0")
     ap.add_argument("--threads", type=int, default=default_threads())
     ap.add_argument("--rows", default="17,511", help="rows of context, one or more")
     ap.add_argument("--steps", type=int, default=24, help="steps in a round")

@@ -65,23 +65,23 @@ def multiply_floats(me, out, w, x, passes):
     """Add w x to a float32 tile `passes` times; w, (groups, COLUMNS, 16), and x stay in L1."""
     total = tile_zero(TILE_GROUPS, TILE_TOKENS)
     for _ in range(passes):
-        total = tile_dot(total, w, 0, LANES, COLUMNS * LANES, x, 0, COLUMNS, TILE_TOKENS, COLUMNS)
+        total = tile_dot(total, w, 0, LANES, COLUMNS * LANES, x, 0, COLUMNS, COLUMNS)
     at = me.rank * (len(out) // me.ranks)
     tile_store(out, at, TILE_GROUPS * LANES, TILE_TOKENS, total, False)
 
 
 @kernel
-def multiply_bytes(me, out, w, scales, x, x_scales, sums, passes):
+def multiply_bytes(me, out, w, scales, x, x_scales, starts, passes):
     """Add w x to an int32 tile `passes` times, 8-bit factors in the form that int8.py chose.
 
     What it adds up to is of no use, and passes 2^31 on the way.
     """
     total = tile_zero(STEP_GROUPS, STEP_TOKENS)
-    acc = tile_start(total, sums, 0, 1, STEP_TOKENS)
+    acc = tile_start(total, starts, 0, 1)
     for _ in range(passes):
         for i in range(0, COLUMNS, STEP):
-            acc = tile_step(acc, w, i * LANES, COLUMNS * LANES, x, i, COLUMNS, STEP_TOKENS)
-    total = tile_scaled(total, acc, scales, 0, LANES, x_scales, 0, 1, STEP_TOKENS)
+            acc = tile_step(acc, w, i * LANES, COLUMNS * LANES, x, i, COLUMNS)
+    total = tile_scaled(total, acc, scales, 0, LANES, x_scales, 0, 1)
     at = me.rank * (len(out) // me.ranks)
     tile_store(out, at, STEP_GROUPS * LANES, STEP_TOKENS, total, False)
 
@@ -101,15 +101,17 @@ class Arithmetic:
         out = memory.zeros(room)
 
         def full(n: int, dtype=np.float32) -> np.ndarray:
-            return np.ones(n, dtype)
+            ones = memory.empty(n, dtype)
+            ones[:] = 1
+            return ones
 
         floats = full(2 * COLUMNS * LANES), full(TILE_TOKENS * COLUMNS)
         weights, scales = full(2 * COLUMNS * LANES, np.uint8), full(2 * LANES, np.uint16)
         x, x_scales = full(STEP_TOKENS * COLUMNS, Q_TYPE), full(STEP_TOKENS)
-        sums = full(STEP_TOKENS, np.int32)
+        starts = full(STEP_TOKENS, np.int32)
         self._work = {
             "f32": (multiply_floats, out, *floats),
-            "int8": (multiply_bytes, out, weights, scales, x, x_scales, sums),
+            "int8": (multiply_bytes, out, weights, scales, x, x_scales, starts),
         }
         tile = {"f32": TILE_GROUPS * TILE_TOKENS, "int8": STEP_GROUPS * STEP_TOKENS}
         self._operations = {

@@ -12,9 +12,9 @@ from benchmarks import ranks
 from benchmarks.shapes import QWEN3_0_6B
 from engine import SamplingParams, memory
 from engine.config import ModelConfig
-from engine.kernels.attention import CHUNK, Heads, parts_size, prompt_work_size
+from engine.kernels.attention import Heads, decode_work_size, parts_size, prompt_work_size
 from engine.kernels.int8 import Q_TYPE
-from engine.kernels.matmul import BLOCK, Q8, Floats, Inputs, Rows, padded
+from engine.kernels.matmul import BLOCK, Q8, Floats, Inputs, Rows, padded, rows_for
 from engine.kernels.rope import rope_table
 from engine.loading.weights import KINDS
 from engine.sampler import Sampler
@@ -22,7 +22,7 @@ from engine.sampler import Sampler
 C = ModelConfig.from_dict(QWEN3_0_6B)
 HEADS = Heads(C.n_heads, C.n_kv_heads, C.head_dim)
 PROMPT = 511  # tokens
-WALK = 128 << 20  # bytes that a kernel which waits for memory goes through: four times a large L3
+WALK = 128 << 20  # bytes that a kernel which waits for memory goes through: four L3s of 32 MB
 ROUNDS = 9
 HALF = np.float16(0.01).view(np.uint16)
 MATRICES = {"wq": (C.q_dim, C.dim), "w_up": (C.hidden_dim, C.dim), "w_down": (C.dim, C.hidden_dim)}
@@ -34,20 +34,30 @@ def walk(toy) -> int:
     return 1 if toy else WALK
 
 
+def repeated(some: np.ndarray, n: int) -> np.ndarray:
+    """(n,): `some` over and over, from the start of a cache line on, as the engine's arrays are."""
+    found = memory.empty(n, some.dtype)
+    for at in range(0, n, len(some)):
+        found[at : at + len(some)] = some[: n - at]
+    return found
+
+
 def random_floats(n: int) -> np.ndarray:
     """(n,) float32, a million random values over and over."""
     some = np.random.default_rng(n).standard_normal(min(n, 1 << 20), dtype=np.float32)
-    return np.resize(some, n)
+    return repeated(some, n)
 
 
 def random_store(kind: str, n: int) -> Floats | Q8:
     """`n` packed weights: what they are does not matter to the kernel, only that they are."""
     rng = np.random.default_rng(n)
     if kind == "q8_0":
-        q = np.resize(rng.integers(1, 256, 1 << 20, np.uint8), n)
-        return Q8(q, np.full(n // BLOCK, HALF))
+        q = rng.integers(1, 256, 1 << 20, np.uint8)
+        return Q8(repeated(q, n), repeated(np.array([HALF] * BLOCK), n // BLOCK))
     values = random_floats(n)
-    return Floats(values if kind == "f32" else (values.view(np.uint32) >> 16).astype(np.uint16))
+    if kind == "f32":
+        return Floats(values)
+    return Floats(repeated((values[: 1 << 20].view(np.uint32) >> 16).astype(np.uint16), n))
 
 
 def rows(n_tokens: int, width: int) -> Rows:
@@ -55,10 +65,11 @@ def rows(n_tokens: int, width: int) -> Rows:
 
 
 def inputs(n_tokens: int, width: int) -> Inputs:
-    """Activations, and room for them as Q8_0: one width is whole blocks."""
-    size = n_tokens * width
-    q, scales, sums = memory.zeros(size, Q_TYPE), memory.zeros(size // BLOCK), size // BLOCK
-    return Inputs(rows(n_tokens, width), q, scales, memory.zeros(sums, np.int32))
+    """Activations, and room for them as Q8_0; `width` is whole blocks."""
+    size = rows_for(n_tokens) * width
+    q, scales = memory.zeros(size, Q_TYPE), memory.zeros(size // BLOCK)
+    starts = memory.zeros(size // BLOCK, np.int32)
+    return Inputs(rows(rows_for(n_tokens), width), q, scales, starts)
 
 
 @pytest.mark.benchmark(group="matmul")
@@ -68,19 +79,23 @@ def inputs(n_tokens: int, width: int) -> Inputs:
 def test_matmul(measure, team, walk, matrix, kind, n_tokens):
     """One token waits for memory, and goes through many matrices; a prompt for arithmetic."""
     n, k = MATRICES[matrix]
-    one = random_store(kind, n * k)
-    size = sum(array.nbytes for array in one)
-    layers = 1 if n_tokens > 1 else -(-walk // size)
-    store = type(one)(*(np.tile(array, layers) for array in one))
+    layers = 1 if n_tokens > 1 else -(-walk // (n * k * np.dtype(KINDS[kind]).itemsize))
+    store = random_store(kind, layers * n * k)
     x, out = inputs(n_tokens, k), rows(n_tokens, padded(n))
     team.run(ranks.quantizations, x, n_tokens)
     measure(
         lambda: team.run(ranks.matmuls, out, store, layers, n, k, x, n_tokens),
         rounds=ROUNDS,
-        moved=layers * size,
+        moved=sum(array.nbytes for array in store),
         operations=2 * layers * n * k * n_tokens,
         kind="int8" if kind == "q8_0" else "f32",
     )
+
+
+def divided(q: np.ndarray) -> np.ndarray:
+    """Queries as attention takes them."""
+    q /= np.float32(np.sqrt(C.head_dim))
+    return q
 
 
 @pytest.mark.benchmark(group="attention")
@@ -90,9 +105,9 @@ def test_decode_attention(measure, team, walk, n_rows):
     size = n_rows * C.kv_dim
     layers = -(-walk // (2 * 4 * size))
     k, v = random_floats(layers * size), random_floats(layers * size)
-    q, out = random_floats(C.q_dim) / np.float32(np.sqrt(C.head_dim)), memory.zeros(C.q_dim)
+    q, out = divided(random_floats(C.q_dim)), memory.zeros(C.q_dim)
     parts = memory.zeros(parts_size(n_rows, C.n_heads, C.head_dim))
-    work = memory.zeros(team.ranks * C.n_heads * CHUNK)
+    work = memory.zeros(team.ranks * decode_work_size(C.n_heads))
     measure(
         lambda: team.run(ranks.decode_attentions, out, parts, q, k, v, layers, n_rows, HEADS, work),
         rounds=ROUNDS,
@@ -105,7 +120,7 @@ def test_decode_attention(measure, team, walk, n_rows):
 def test_prompt_attention(measure, team):
     """512 tokens of a prompt, each of which sees itself and those before it."""
     n = 512
-    q = random_floats(n * C.q_dim) / np.float32(np.sqrt(C.head_dim))
+    q = divided(random_floats(n * C.q_dim))
     k, v, out = random_floats(n * C.kv_dim), random_floats(n * C.kv_dim), rows(n, C.q_dim)
     work = memory.zeros(team.ranks * prompt_work_size(C.head_dim))
     measure(
@@ -146,7 +161,7 @@ def test_quantize(measure, team):
     measure(
         lambda: team.run(ranks.quantizations, x, PROMPT),
         rounds=ROUNDS,
-        moved=sum(array.nbytes for array in (x.rows.data, x.q, x.scales, x.sums)),
+        moved=sum(array.nbytes for array in (x.rows.data, x.q, x.scales, x.starts)),
     )
 
 
