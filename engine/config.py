@@ -147,7 +147,7 @@ def size(raw: dict, key: str, most: int = MAX_SIZE) -> int:
     if value is None:
         raise ValueError(f"config.json: {key} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ValueError(f"config.json: {key} is {value!r}; a whole number from 1 to {most:,}")
+        raise ValueError(f"config.json: {key} is {value!r}; 1 to {most:,} is possible")
     return value
 
 

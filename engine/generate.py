@@ -31,7 +31,7 @@ class Generation:
     def __init__(self, model, cache, prompt, params, eos_ids, context, stream, metrics):
         """`prompt`: ids that fit in `context`. `stream`: a TextStream, or None for ids only."""
         self._model, self._cache = model, cache
-        self._prompt, self._params = np.array(prompt, np.int64), params
+        self._prompt, self.params = np.array(prompt, np.int64), params
         self._eos_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_ids
         room = context - len(prompt)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -64,11 +64,10 @@ class Generation:
         return self._tokens
 
     def _run(self) -> Iterator[int]:
-        self._finish_reason = "length"
         if self._limit == 0:
+            self._finish_reason = "length"
             return
-        self._finish_reason = None
-        sample = Sampler(self._params, self._model.config.vocab_size)
+        sample = Sampler(self.params, self._model.config.vocab_size)
         logits = self._model.new_logits(1)
         since = self._metrics.now()
         self._prefill(logits)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +81,7 @@ class LLM:
             "model": str(path) if model else "built-in",
             "backend": backend,
             "weights": weights,
-            "int8": FORM,
+            "int8": FORM if (backend, weights) == ("simd", "q8_0") else None,
             "kv_cache": kv_cache,
             "threads": threads,
             "context": self.context,
@@ -127,6 +129,11 @@ class LLM:
 
     def _start(self, prompt: Prompt, params: SamplingParams | None) -> Generation:
         metrics = Metrics()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params is {params!r}; SamplingParams are needed")
+        if params.seed is None:  # drawn here, so that every run can be told and repeated
+            params = replace(params, seed=secrets.randbits(63))
         ids = self._ids_of(prompt)
         if len(ids) >= self.context:
             raise ValueError(
@@ -134,7 +141,6 @@ class LLM:
                 "there is no room for a token to follow"
             )
         stream = self.tokenizer.stream() if self.tokenizer else None
-        params = params or SamplingParams()
         return Generation(
             self._model, self._cache(), ids, params, self.eos_ids, self.context, stream, metrics
         )

@@ -72,7 +72,7 @@ class SimdModel:
         self._pid = os.getpid()
 
     def new_logits(self, n: int) -> np.ndarray:
-        """Room for the logits of `n` tokens: (n, vocab_size padded to 16) float32."""
+        """Room for the logits of `n` tokens: (n, padded vocab_size) float32."""
         width = padded(self.config.vocab_size)
         return memory.zeros(n * width).reshape(n, width)
 

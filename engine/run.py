@@ -5,58 +5,78 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
-from engine.llm import BACKENDS, KV_CACHES, LLM
-from engine.loading.weights import KINDS
-from engine.sampler import SamplingParams
+if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-INTERRUPTED, BAD_INPUT = 130, 2  # exit statuses
+from engine.llm import BACKENDS, KV_CACHES, LLM  # noqa: E402
+from engine.loading.weights import KINDS  # noqa: E402
+from engine.sampler import SamplingParams  # noqa: E402
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
 
 
-def parser() -> argparse.ArgumentParser:
-    defaults = SamplingParams()
-    ap = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        """One line, as for every other mistake."""
+        hint = " (a prompt that begins with a dash goes behind --)" if " -" in message else ""
+        self.exit(BAD_INPUT, f"error: {message}{hint}; --help lists the options\n")
+
+
+def parser() -> Parser:
+    default = SamplingParams()
+    ap = Parser(
         prog="python -m engine.run",
         description="Continue a text with a Qwen3 model. The text streams to stdout; "
         "a report of the run goes to stderr.",
         allow_abbrev=False,
     )
-    ap.add_argument("prompt", nargs="?", metavar="PROMPT")
-    ap.add_argument("--prompt-file", metavar="F", help="read the prompt from F; - is stdin")
-    ap.add_argument(
-        "--model", metavar="M", help="a checkpoint directory or a hub name (default: built-in)"
-    )
-    ap.add_argument(
-        "--max-tokens",
-        type=int,
-        default=defaults.max_tokens,
-        metavar="N",
-        help="stop after N tokens (default: %(default)s)",
-    )
-    ap.add_argument(
+
+    def option(name: str, kind: type, letter: str, value, text: str) -> None:
+        ap.add_argument(name, type=kind, metavar=letter, default=value, help=text)
+
+    ap.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
+    option("--prompt-file", str, "F", None, "read the prompt from F, as it is; - is stdin")
+    option("--model", str, "M", None, "a checkpoint directory or a hub name (default: built-in)")
+    option("--max-tokens", int, "N", default.max_tokens, "at most N tokens (default: %(default)s)")
+    option(
         "--temperature",
-        type=float,
-        default=defaults.temperature,
-        metavar="T",
-        help="0 always takes the likeliest token (default: %(default)s)",
+        float,
+        "T",
+        default.temperature,
+        "above 1 bolder, below 1 safer, 0 always the likeliest token (default: %(default)s)",
     )
-    ap.add_argument("--top-k", type=int, default=defaults.top_k, metavar="K", help="0: all")
-    ap.add_argument("--top-p", type=float, default=defaults.top_p, metavar="P", help="1: all")
-    ap.add_argument("--min-p", type=float, default=defaults.min_p, metavar="P", help="0: all")
-    ap.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    option("--top-k", int, "K", default.top_k, "only the K likeliest tokens (default: 0, all)")
+    option(
+        "--top-p",
+        float,
+        "P",
+        default.top_p,
+        "only the fewest likeliest tokens that hold the share P (default: 1, all)",
+    )
+    option(
+        "--min-p",
+        float,
+        "P",
+        default.min_p,
+        "only tokens at least P times as likely as the likeliest (default: 0, all)",
+    )
+    option("--seed", int, "S", None, "the same seed gives the same text (default: a fresh one)")
     ap.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
-    ap.add_argument(
-        "--weights", choices=list(KINDS), default="q8_0", help="how matrices are kept in memory"
-    )
-    ap.add_argument("--kv-cache", choices=list(KV_CACHES), default="basic")
-    ap.add_argument("--backend", choices=BACKENDS, default="simd")
-    ap.add_argument("--threads", type=int, metavar="N", help="default: one a core")
-    ap.add_argument(
-        "--context", type=int, metavar="N", help="most positions (default: the model's)"
-    )
-    ap.add_argument("--json", action="store_true", help="print one JSON object instead")
+    for name, values, text in (
+        ("--weights", list(KINDS), "how matrices are kept in memory"),
+        ("--kv-cache", list(KV_CACHES), "how K and V are kept"),
+        ("--backend", BACKENDS, "compiled kernels, or the reference in plain NumPy"),
+    ):
+        ap.add_argument(
+            name, choices=values, default=values[0], help=f"{text} (default: %(default)s)"
+        )
+    option("--threads", int, "N", None, "threads to compute with (default: one a core)")
+    option("--context", int, "N", None, "most tokens, prompt and text (default: the model's)")
+    ap.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return ap
 
 
@@ -72,6 +92,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as e:
+        print(f"error: {e}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush
+        return FAILED
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,15 +127,14 @@ def run(args: argparse.Namespace) -> int:
         status = INTERRUPTED
     done = generation.completion
     if args.json:
-        settings = llm.settings | vars(params)
         result = {
             "text": done.text,
             "token_ids": done.token_ids,
             "finish_reason": done.finish_reason,
             "metrics": done.metrics.as_dict(),
-            "settings": settings,
+            "settings": llm.settings | vars(generation.params),
         }
-        print(json.dumps(result))
+        print(json.dumps(result), flush=True)
     else:
         print(flush=True)
         print(done.metrics.report(args.backend, args.kv_cache), file=sys.stderr)
@@ -135,4 +158,7 @@ def prompt_of(args: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing left to end
+    sys.exit(status)

@@ -48,7 +48,7 @@ def check(name, value, kind, low, high, optional=False, above=False) -> None:
         if (value > low if above else value >= low) and value <= high:
             return
     least = f"above {low}" if above else f"at least {low}"
-    most = "" if high == math.inf else f" and at most {high}"
+    most = "" if high == math.inf else f" and at most {high:g}"
     number = "a whole number" if kind is int else "a number"
     raise ValueError(f"{name} is {value!r}; {number} {least}{most} is needed")
 
@@ -67,7 +67,7 @@ class Sampler:
         cls(SamplingParams(seed=0), LANES)(np.zeros(LANES, np.float32))
 
     def __call__(self, logits: np.ndarray) -> int:
-        """A token for `logits`, (vocab_size padded to 16,) float32.
+        """A token for `logits`, (padded vocab_size,) float32.
 
         In transformers' order: temperature, then top_k, top_p and min_p, each on what the one
         before left. (llama.cpp applies the temperature last.)

@@ -32,7 +32,7 @@ def default_threads(root: Path = Path("/")) -> int:
 def check_threads(n: object) -> int:
     """`n`, or ValueError if it is no number of threads."""
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_THREADS:
-        raise ValueError(f"threads is {n!r}; a whole number from 1 to {MAX_THREADS}")
+        raise ValueError(f"threads is {n!r}; a whole number from 1 to {MAX_THREADS} is needed")
     return n
 
 

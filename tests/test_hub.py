@@ -332,11 +332,10 @@ def test_a_single_file(tmp_path, run, hub):
 
 def test_shards(run, hub):
     """Shards taken from a pattern instead of the index: the wrong ones, or too many."""
-    template = {"chat_template.jinja": b"{{ messages }}"}
-    hub.models["a/b"] = {NEW: TEXTS | template | CLUTTER | index(*SHARDS) | SHARDS}
+    hub.models["a/b"] = {NEW: TEXTS | CLUTTER | index(*SHARDS) | SHARDS}
     (folder,) = run("a/b", endpoint=hub.endpoint)
-    assert held(folder) == {*TEXTS, *template, INDEX, *SHARDS}
-    assert sorted(hub.files("GET")) == sorted([*TEXTS, *template, INDEX, *SHARDS])
+    assert held(folder) == {*TEXTS, INDEX, *SHARDS}
+    assert sorted(hub.files("GET")) == sorted([*TEXTS, INDEX, *SHARDS])
     assert hub.files("GET")[-2:] == [*SHARDS]
 
 

@@ -162,7 +162,7 @@ def test_every_form_gives_the_same_bits():
 def test_a_form_that_does_not_exist():
     """A misspelt form must not fall back to another in silence."""
     done = subprocess.run(
-        [sys.executable, "-c", "import engine"],
+        [sys.executable, "-c", "import engine.llm"],
         env=os.environ | {"ENGINE_INT8": "vvni"},
         capture_output=True,
         text=True,

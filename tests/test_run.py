@@ -34,6 +34,12 @@ def run(*args: str, **kwargs) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Compilation is announced on stderr, where these tests expect the report alone."""
+    assert run("To be", "--max-tokens", "1").returncode == 0
+
+
 @pytest.mark.parametrize("backend", ["simd", "numpy"])
 def test_text_on_stdout_and_report_on_stderr(backend):
     """A report mixed into the text spoils every pipe."""
@@ -113,10 +119,49 @@ def test_bad_input_is_one_line_and_status_2(args, told, capsys):
 
 @pytest.mark.parametrize("args", [["a", "--top-k", "x"], ["a", "--weights", "q1"], ["a", "--no"]])
 def test_unknown_flags_are_status_2(args, capsys):
-    """argparse's own errors have the same status as ours."""
+    """argparse's own errors have the same status as ours, and are one line as well."""
     with pytest.raises(SystemExit) as e:
         main(args)
     assert e.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_output_that_cannot_be_written():
+    """A full disk is no traceback, and not a success."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command("To be"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert "No space left" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_fresh_seed_is_told():
+    """A text that cannot be had again, because nobody knows its seed."""
+    flags = ["To be", "--json", "--max-tokens", "8"]
+    first = json.loads(run(*flags).stdout)
+    again = json.loads(run(*flags, "--seed", str(first["settings"]["seed"])).stdout)
+    assert first["token_ids"] == again["token_ids"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for another process")
+@pytest.mark.parametrize("after", [0.15, 0.3, 0.5, 0.7])
+def test_interrupt_while_starting(after):
+    """Ctrl-C while libraries are imported or weights are loaded prints no traceback."""
+    child = subprocess.Popen(
+        command("To be", "--ignore-eos", "--max-tokens", "2000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(after)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=20)
+    assert child.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in err, err
 
 
 def test_prompt_that_is_not_utf8(tmp_path):

@@ -34,7 +34,8 @@ from engine.kernels.team import share
 from engine.kernels.tile import TILE_TOKENS, tile_dot, tile_store, tile_zero
 
 CHUNK = 64  # rows of a chunk
-BLOCK = 192  # queries that share a copied chunk of K and V
+QUERIES = 192  # that share a copied chunk of K and V; whole tiles
+assert QUERIES % TILE_TOKENS == 0
 LOWEST = np.float32(-3.0e38)
 
 
@@ -88,7 +89,8 @@ def decode_attention(parts, q, k, v, n_rows, heads, work, work_at, me):
     """
     n_heads, n_kv_heads, head_dim = heads
     kv_dim, group = n_kv_heads * head_dim, n_heads // n_kv_heads
-    pair = 2 - group % 2  # heads of a group whose sums are gathered together
+    # Heads of a group whose sums are gathered together; of an odd group one, in half a tile.
+    pair = 2 - group % 2
     first, last = share((n_rows + CHUNK - 1) // CHUNK, me)
     for chunk in range(first, last):
         start = chunk * CHUNK
@@ -151,7 +153,7 @@ def merge_chunks(out, parts, n_rows, heads, me):
 
 def prompt_work_size(head_dim: int) -> int:
     """Floats of working memory that a rank needs for `prompt_attention`."""
-    return BLOCK * (2 * head_dim + CHUNK + 2) + 2 * CHUNK * head_dim
+    return QUERIES * (2 * head_dim + CHUNK + 2) + 2 * CHUNK * head_dim
 
 
 @kernel
@@ -163,10 +165,10 @@ def prompt_attention(out, q, k, v, start, n_tokens, heads, work, work_at, me):
     The queries of one key head are numbered t * group + head, and taken in blocks.
     """
     n_queries = n_tokens * (heads.n_heads // heads.n_kv_heads)
-    n_blocks = (n_queries + BLOCK - 1) // BLOCK
+    n_blocks = (n_queries + QUERIES - 1) // QUERIES
     for item in range(me.rank, n_blocks * heads.n_kv_heads, me.ranks):
-        kv_head, first = item % heads.n_kv_heads, item // heads.n_kv_heads * BLOCK
-        n = min(BLOCK, n_queries - first)
+        kv_head, first = item % heads.n_kv_heads, item // heads.n_kv_heads * QUERIES
+        n = min(QUERIES, n_queries - first)
         query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at)
 
 
@@ -175,12 +177,12 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
     """Queries first to first + n of one key head against all rows that they see."""
     n_heads, n_kv_heads, head_dim = heads
     kv_dim, group = n_kv_heads * head_dim, n_heads // n_kv_heads
-    queries = work_at  # (BLOCK, head_dim)
-    sums = queries + BLOCK * head_dim  # (BLOCK, head_dim) weighted sums of values
-    scores = sums + BLOCK * head_dim  # (BLOCK, CHUNK)
-    peaks = scores + BLOCK * CHUNK  # (BLOCK,) largest scores
-    totals = peaks + BLOCK  # (BLOCK,) sums of exponentials
-    keys = totals + BLOCK  # (CHUNK / 16, head_dim, 16): 16 keys by their elements
+    queries = work_at  # (QUERIES, head_dim)
+    sums = queries + QUERIES * head_dim  # (QUERIES, head_dim) weighted sums of values
+    scores = sums + QUERIES * head_dim  # (QUERIES, CHUNK)
+    peaks = scores + QUERIES * CHUNK  # (QUERIES,) largest scores
+    totals = peaks + QUERIES  # (QUERIES,) sums of exponentials
+    keys = totals + QUERIES  # (CHUNK / 16, head_dim, 16): 16 keys by their elements
     values = keys + CHUNK * head_dim  # (head_dim / 16, CHUNK, 16): rows, 16 elements at a time
 
     for r in range(n):

@@ -76,7 +76,7 @@ def widened(b, biased):
         wide = b.zext(biased, ir.VectorType(I16, 2 * LANES))
         return [part(b, wide, 0, LANES), part(b, wide, LANES, LANES)]
     if FORM == "neon":
-        return b.xor(biased, ir.Constant(BYTES, [128] * 64))
+        return b.xor(biased, ir.Constant(BYTES, [128] * (STEP * LANES)))
     return biased
 
 
@@ -170,7 +170,7 @@ def tile_scaled(tc, total, acc, scales, at, stride, x_scales, x_at, x_stride):
             for t, token in enumerate(tokens):
                 i = g * tile.tokens + t
                 value = b.sitofp(b.extract_value(acc, i), V_F32)
-                part = call(
+                value = call(
                     b,
                     "llvm.fma.v16f32",
                     V_F32,
@@ -178,7 +178,7 @@ def tile_scaled(tc, total, acc, scales, at, stride, x_scales, x_at, x_stride):
                     b.fmul(rows, token),
                     b.extract_value(total, i),
                 )
-                total = b.insert_value(total, part, i)
+                total = b.insert_value(total, value, i)
         return total
 
     size = types.intp

@@ -149,7 +149,7 @@ class Compilation:
             self.started = time.perf_counter()
             if self.said:
                 name = cpu()[0]
-                print(f"compiling kernels for {name} (once, some 30 s) ...", file=sys.stderr)
+                print(f"compiling kernels for {name}, kept for later starts ...", file=sys.stderr)
 
     @contextmanager
     def announced(self) -> Iterator[None]:

@@ -107,7 +107,11 @@ def is_q8(store) -> bool:
 
 
 def by_store(stub):
-    """Let compiled code call `stub(store, ...)`; the decorated chooses by the store's type."""
+    """Let compiled code call `stub(store, ...)`, which is not code but a name and a promise.
+
+    The decorated function gets Numba's types of the arguments while the caller is compiled, and
+    returns the function that is meant for them: one for Q8, one for Floats.
+    """
     return overload(stub, jit_options=FLAGS, inline="never")
 
 

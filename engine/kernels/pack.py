@@ -8,6 +8,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.int8 import STEP, from_half, half
 from engine.kernels.jit import inlined, kernel
+from engine.kernels.matmul import BLOCK, padded
 from engine.kernels.simd import I16, I32, LANES, widen
 
 
@@ -62,15 +63,15 @@ def quantize_rows(out, scales, at, rows):
     rows: float32, or bfloat16 as uint16. Returns whether every weight and scale is finite.
     """
     n, k = rows.shape
-    width = (k + 31) // 32 * 32
-    block = np.zeros(32, np.float32)
+    width = padded(k)
+    block = np.zeros(BLOCK, np.float32)
     finite = True
     for first in range(0, n, LANES):
         group = at + first * width
         for r in range(LANES):
-            for start in range(0, width, 32):
+            for start in range(0, width, BLOCK):
                 peak = np.float32(0.0)
-                for c in range(32):
+                for c in range(BLOCK):
                     inside = first + r < n and start + c < k
                     value = widen(rows[first + r, start + c]) if inside else np.float32(0.0)
                     finite &= is_finite(value)
@@ -78,12 +79,12 @@ def quantize_rows(out, scales, at, rows):
                     peak = max(peak, abs(value))
                 d = peak / np.float32(127.0)
                 inverse = np.float32(1.0) / d if d > 0 else np.float32(0.0)
-                for c in range(32):
+                for c in range(BLOCK):
                     value = block[c] * inverse
                     q = np.trunc(value)
                     q += np.trunc(np.float32(2.0) * (value - q))  # -1, 0 or 1
                     i = group + (start + c // STEP * STEP) * LANES + r * STEP + c % STEP
                     out[i] = np.uint8(np.int32(q) + 128)
-                scales[(group + start * LANES) // 32 + r] = half(d)
+                scales[(group + start * LANES) // BLOCK + r] = half(d)
                 finite &= is_finite(from_half(half(d)))
     return finite

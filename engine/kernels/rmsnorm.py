@@ -9,18 +9,18 @@ from engine.kernels.simd import LANES, fma, lane_sum, load, splat, store
 
 
 @inlined
-def rmsnorm(out, out_at, x, x_at, weight, weight_at, n, padded, eps):
-    """out[: padded] = x / sqrt(mean(x[:n]^2) + eps) * weight, from the given places.
+def rmsnorm(out, out_at, x, x_at, weight, weight_at, n, width, eps):
+    """out[:width] = x / sqrt(mean(x[:n]^2) + eps) * weight, from the given places.
 
-    `padded` is n rounded up to 16; x is zero between the two, so the sum may run over all.
+    `width` is a multiple of 16; x is zero from n on, so the sum may run over all.
     """
     squares = splat(np.float32(0.0))
-    for i in range(0, padded, LANES):
+    for i in range(0, width, LANES):
         part = load(x, x_at + i)
         squares = fma(part, part, squares)
     mean = lane_sum(squares) / np.float32(n)
     scale = np.float32(1.0) / np.sqrt(mean + np.float32(eps))
-    for i in range(0, padded, LANES):
+    for i in range(0, width, LANES):
         store(out, out_at + i, load(x, x_at + i) * scale * load(weight, weight_at + i))
 
 

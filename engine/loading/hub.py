@@ -17,7 +17,6 @@ SMALL_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    "chat_template.jinja",
     INDEX,
 )
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)  # owner/name@revision
