@@ -6,6 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from engine import memory
 from engine.cache.basic import KV_HEADROOM_ROWS, BasicKvCache
 
 LAYERS, DIM = 3, 32
@@ -181,3 +182,21 @@ def test_wrong_shapes_are_refused():
         cache.push_row(0, np.zeros(1, np.float32), np.zeros(1, np.float32))
     with pytest.raises(ValueError, match=r"32"):
         cache.set_prefill(0, np.zeros((3, 1), np.float32), np.zeros((3, 1), np.float32))
+
+
+def test_memory_that_runs_out_between_k_and_v(monkeypatch):
+    """K grown and V not: the capacity says there is room, and kernels write beyond V."""
+    cache, real, left = filled(10), memory.empty, [3]
+
+    def empty(n):
+        left[0] -= 1
+        if left[0] == 0:  # V of the second layer
+            raise MemoryError
+        return real(n)
+
+    monkeypatch.setattr(memory, "empty", empty)
+    with pytest.raises(MemoryError):
+        cache.reserve(600)
+    assert cache.capacity == 10 + 512
+    assert all(len(k) == len(v) for k, v in zip(cache._k, cache._v, strict=True))
+    np.testing.assert_array_equal(cache.kv_view(1)[0], rows(10, 1))

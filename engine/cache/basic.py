@@ -99,9 +99,11 @@ class BasicKvCache:
         if rows + n_rows <= capacity:
             return
         capacity = max(2 * capacity, rows + n_rows, KV_HEADROOM_ROWS)
-        for column, side in enumerate((self._k, self._v)):
-            grown = memory.empty(capacity * self.kv_dim).reshape(capacity, self.kv_dim)
-            grown[:rows] = side[layer][:rows]
-            side[layer] = grown
-            self.addresses[layer, column] = grown.ctypes.data
+        grown = []
+        for old in (self._k[layer], self._v[layer]):
+            grown.append(memory.empty(capacity * self.kv_dim).reshape(capacity, self.kv_dim))
+            grown[-1][:rows] = old[:rows]
             self.n_allocations += 1
+        # only now, when there is memory for both: K and V of one layer have the same room
+        self._k[layer], self._v[layer] = grown
+        self.addresses[layer] = [side.ctypes.data for side in grown]
