@@ -7,12 +7,18 @@ and nowhere else.
 from __future__ import annotations
 
 import json
+import os
+import reprlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 # Larger than any model this engine is for; a config.json beyond them is damaged or hostile.
 MAX_LAYERS, MAX_SIZE, MAX_CONTEXT = 1_024, 1 << 24, 1 << 22
+
+brief = reprlib.Repr()  # what a file claims may be of any length and depth; an error is one line
+brief.maxstring = 100
+show = brief.repr
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class ModelConfig:
         """
         raw = read_json(path / "config.json")
         extra = path / "generation_config.json"
-        generation = read_json(extra) if extra.exists() else {}
+        generation = read_json(extra) if os.path.exists(extra) else {}
         return cls.from_dict(raw, eos_of(generation, "generation_config.json"))
 
     @classmethod
@@ -96,7 +102,7 @@ class ModelConfig:
 
 def read_json(path: Path) -> dict:
     """The JSON object in `path`; ValueError if it is missing, no JSON or no object."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{path}: no such file")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -111,7 +117,7 @@ def refuse_other_architectures(raw: dict) -> None:
     """ValueError, by name, for what the forward pass does not implement."""
     kind = raw.get("model_type")
     if kind != "qwen3":
-        raise ValueError(f"config.json: model_type {kind!r} is not implemented; 'qwen3' is")
+        raise ValueError(f"config.json: model_type {show(kind)} is not implemented; 'qwen3' is")
     implemented = {
         "architectures": (None, ["Qwen3ForCausalLM"]),
         "hidden_act": ("silu",),
@@ -121,12 +127,12 @@ def refuse_other_architectures(raw: dict) -> None:
     }
     for key, values in implemented.items():
         if raw.get(key) not in values:
-            raise ValueError(f"config.json: {key} {raw.get(key)!r} is not implemented")
+            raise ValueError(f"config.json: {key} {show(raw.get(key))} is not implemented")
     layers = raw.get("layer_types") or []
     if not isinstance(layers, list):
-        raise ValueError(f"config.json: layer_types is {layers!r}, not a list")
+        raise ValueError(f"config.json: layer_types is {show(layers)}, not a list")
     if other := [kind for kind in layers if kind != "full_attention"]:
-        raise ValueError(f"config.json: layer type {other[0]!r} is not implemented")
+        raise ValueError(f"config.json: layer type {show(other[0])} is not implemented")
 
 
 def rope_theta(raw: dict) -> float:
@@ -134,10 +140,13 @@ def rope_theta(raw: dict) -> float:
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
-            raise ValueError(f"config.json: {key} is {rope!r}, not an object")
-        for kind in (rope.get("rope_type"), rope.get("type")):
+            raise ValueError(f"config.json: {key} is {show(rope)}, not an object")
+        kinds = rope.get("rope_type"), rope.get("type")
+        if "factor" in rope and kinds == (None, None):
+            raise ValueError(f"config.json: {key} has a factor and no type")
+        for kind in kinds:
             if kind not in (None, "none", "default"):
-                raise ValueError(f"config.json: {key} of type {kind!r} is not implemented")
+                raise ValueError(f"config.json: {key} of type {show(kind)} is not implemented")
     inner = (raw.get("rope_parameters") or {}).get("rope_theta")
     return positive(raw.get("rope_theta") if inner is None else inner, "rope_theta")
 
@@ -147,7 +156,7 @@ def size(raw: dict, key: str, most: int = MAX_SIZE) -> int:
     if value is None:
         raise ValueError(f"config.json: {key} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ValueError(f"config.json: {key} is {value!r}; 1 to {most:,} is possible")
+        raise ValueError(f"config.json: {key} is {show(value)}; 1 to {most:,} is possible")
     return value
 
 
@@ -156,7 +165,7 @@ def positive(value: object, key: str) -> float:
         raise ValueError(f"config.json: {key} is missing")
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"config.json: {key} is {value!r}, not a number above 0")
+        raise ValueError(f"config.json: {key} is {show(value)}, not a number above 0")
     return float(value)
 
 
@@ -164,7 +173,7 @@ def flag(raw: dict, key: str) -> bool:
     # Files that transformers writes leave out a value that equals its default, which is False.
     value = raw.get(key, False)
     if not isinstance(value, bool):
-        raise ValueError(f"config.json: {key} is {value!r}, not true or false")
+        raise ValueError(f"config.json: {key} is {show(value)}, not true or false")
     return value
 
 
@@ -173,5 +182,5 @@ def eos_of(raw: dict, file: str) -> frozenset[int]:
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]:
-        raise ValueError(f"{file}: eos_token_id holds {wrong[0]!r}, not a token id")
+        raise ValueError(f"{file}: eos_token_id holds {show(wrong[0])}, not a token id")
     return frozenset(ids)

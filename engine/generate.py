@@ -73,6 +73,9 @@ class Generation:
         self._prefill(logits)
         while True:
             self._metrics.forward_took(since)
+            known = logits[0, : self._model.config.vocab_size]
+            if not np.isfinite([known.min(), known.max()]).all():
+                raise ValueError("the logits are not finite: the model's weights overflow float32")
             token = sample(logits[0])
             self._metrics.token_came()
             self._token_ids.append(token)

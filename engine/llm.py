@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from engine.cache import BasicKvCache
-from engine.config import ModelConfig
+from engine.config import ModelConfig, show
 from engine.generate import Completion, Generation
 from engine.kernels.int8 import FORM
-from engine.kernels.jit import compilation
+from engine.kernels.jit import compilation, uninterrupted
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.hub import resolve
 from engine.loading.weights import KINDS, load_float32, load_weights
@@ -94,19 +94,18 @@ class LLM:
             else:
                 packed = load_weights(checkpoint, self.config, weights, threads)
                 self._model = SimdModel(self.config, packed, threads, prefill_chunk)
-            self._model.compile()
-            Sampler.compile()
+            with uninterrupted():
+                self._model.compile()
+                Sampler.compile()
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> Completion | list[Completion]:
         """Continue a prompt (text or token ids), or each of a list of them."""
-        if not is_many(prompt):
-            generation = self._start(prompt, params)
-            for _ in generation if self.tokenizer else generation.tokens():
-                pass
-            return generation.completion
-        return [self.generate(one, params) for one in prompt]
+        if is_many(prompt):
+            prompts = [self._ids_of(one) for one in prompt]  # all of them before any work
+            return [self._finish(self._start(one, params)) for one in prompts]
+        return self._finish(self._start(prompt, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
         """Continue a prompt: iterate over pieces of text, whole characters only."""
@@ -126,6 +125,11 @@ class LLM:
             self._model.forward(chunk, cache, True, logits)
             out[start : start + size] = logits[:, : self.config.vocab_size]
         return out
+
+    def _finish(self, generation: Generation) -> Completion:
+        for _ in generation if self.tokenizer else generation.tokens():
+            pass
+        return generation.completion
 
     def _start(self, prompt: Prompt, params: SamplingParams | None) -> Generation:
         metrics = Metrics()
@@ -154,14 +158,17 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError("the checkpoint has no tokenizer.json: give token ids")
             prompt = self.tokenizer.encode(prompt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise ValueError(f"the prompt is {prompt!r}; text or token ids are needed")
+        listed = isinstance(prompt, Sequence) or (
+            isinstance(prompt, np.ndarray) and prompt.ndim == 1
+        )
+        if not listed or isinstance(prompt, bytes | bytearray | memoryview):
+            raise ValueError(f"the prompt is {show(prompt)}; text or token ids are needed")
         ids = list(prompt)
         if not ids:
             raise ValueError("the prompt is empty")
         for i in ids:
             if not is_id(i) or not 0 <= i < self.config.vocab_size:
-                raise ValueError(f"token id {i!r} is outside 0 to {self.config.vocab_size - 1}")
+                raise ValueError(f"token id {show(i)} is outside 0 to {self.config.vocab_size - 1}")
         if len(ids) > self.context:
             raise ValueError(f"{len(ids)} tokens do not fit in a context of {self.context}")
         return ids
@@ -178,7 +185,7 @@ def is_id(item: object) -> bool:
 
 
 def one_of(name: str, value: object, known) -> None:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} is {value!r}; one of {', '.join(known)} is needed")
 
 

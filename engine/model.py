@@ -128,7 +128,7 @@ class Team:
 
     def __init__(self, ranks: int):
         self.ranks, self.flags = ranks, new_flags(ranks)
-        self._pool = ThreadPoolExecutor(max(ranks - 1, 1), thread_name_prefix="rank")
+        self._pool = self._new_pool()
 
     def run(self, function, *args) -> None:
         """function(rank, *args) on every rank; returns when all are done, raises what one raised.
@@ -138,7 +138,9 @@ class Team:
         others: list[Future] = []
         try:
             for rank in range(1, self.ranks):
-                others.append(self._pool.submit(self._run_rank, rank, function, args))
+                # the flags are those of now: a task left in a broken pool cannot join a later step
+                me = Rank(rank, self.ranks, self.flags)
+                others.append(self._pool.submit(self._run_rank, me, function, args))
             function(Rank(0, self.ranks, self.flags), *args)
             for other in others:
                 other.result()
@@ -147,12 +149,19 @@ class Team:
             while any(not other.done() for other in others):
                 with suppress(KeyboardInterrupt):  # a second one must not leave a rank at work
                     wait(others)
+            if len(others) < self.ranks - 1:  # the system refused a thread, or we were interrupted
+                self._pool.shutdown(wait=False, cancel_futures=True)
+                self._pool = self._new_pool()
             self.flags = new_flags(self.ranks)
             raise
 
-    def _run_rank(self, rank: int, function, args) -> None:
+    def _new_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max(self.ranks - 1, 1), thread_name_prefix="rank")
+
+    @staticmethod
+    def _run_rank(me: Rank, function, args) -> None:
         try:
-            function(Rank(rank, self.ranks, self.flags), *args)
+            function(me, *args)
         except BaseException:
-            break_team(self.flags)
+            break_team(me.flags)
             raise

@@ -81,6 +81,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # closed by whoever started us
     args = parser().parse_args(argv)
     try:
         return run(args)
@@ -92,8 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as e:
-        print(f"error: {e}", file=sys.stderr)
+    except (OSError, MemoryError) as e:
+        print(f"error: {e or 'out of memory'}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush
         return FAILED
 

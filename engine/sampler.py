@@ -42,7 +42,8 @@ def check(name, value, kind, low, high, optional=False, above=False) -> None:
     if optional and value is None:
         return
     kinds = (int,) if kind is int else (int, float)
-    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.number) and not isinstance(value, np.timedelta64):
+        value = value.item()
     high = math.inf if high is None else high
     if isinstance(value, kinds) and not isinstance(value, bool) and value < math.inf:
         if (value > low if above else value >= low) and value <= high:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
@@ -40,10 +42,10 @@ class Tokenizer:
         ValueError, in one line, names the file that cannot be used.
         """
         file, config_file = path / "tokenizer.json", path / "tokenizer_config.json"
-        if not file.exists():
+        if not os.path.exists(file):
             return None
         rust = open_rust(file)
-        config = read_json(config_file) if config_file.exists() else {}
+        config = read_json(config_file) if os.path.exists(config_file) else {}
         vocab = rust.get_vocab()
         eos_ids = eos_of(config, vocab, config_file)
         return cls(rust, eos_ids, n_ids=max(vocab.values(), default=-1) + 1)
@@ -57,7 +59,8 @@ class Tokenizer:
                 f"the text is not valid Unicode: character {e.start} is {text[e.start]!r}, "
                 "a lone surrogate"
             ) from None
-        return self._rust.encode(text, add_special_tokens=True).ids
+        with rust_errors("the text cannot be turned into tokens"):
+            return self._rust.encode(text, add_special_tokens=True).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without special tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -91,16 +94,24 @@ class TextStream:
         return self._utf8.decode(b"", final=True)
 
 
-def open_rust(file: Path) -> tokenizers.Tokenizer:
-    """The package's tokenizer, with truncation and padding off and a decoder known to be bytes."""
+@contextmanager
+def rust_errors(what: str) -> Iterator[None]:
+    """ValueError, in one line, for whatever the package raises inside the block."""
     try:
-        rust = tokenizers.Tokenizer.from_file(str(file))
+        yield
     except BaseException as e:
         # The package raises bare Exceptions, and its panics derive from BaseException alone.
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise
-        reason = " ".join(str(e).split())
-        raise ValueError(f"{file}: cannot be read as a tokenizer ({reason})") from None
+        raise ValueError(f"{what} ({' '.join(str(e).split())})") from None
+
+
+def open_rust(file: Path) -> tokenizers.Tokenizer:
+    """The package's tokenizer, with truncation and padding off and a decoder known to be bytes."""
+    if not os.path.isfile(file):
+        raise ValueError(f"{file}: is not a file")
+    with rust_errors(f"{file}: cannot be read as a tokenizer"):
+        rust = tokenizers.Tokenizer.from_file(str(file))
     rust.no_truncation()
     rust.no_padding()
     state = json.loads(rust.decoder.__getstate__()) if rust.decoder else {"type": "none"}

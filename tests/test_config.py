@@ -436,3 +436,16 @@ def test_any_value_of_any_key(key, value):
         assert "\n" not in str(e)
     else:
         assert config.n_heads % config.n_kv_heads == 0 and config.head_dim % 16 == 0
+
+
+def test_a_scaling_without_a_type():
+    """A factor that nobody says how to apply is not the same as no scaling."""
+    with pytest.raises(ValueError, match="factor"):
+        ModelConfig.from_dict(QWEN3 | {"rope_scaling": {"factor": 4.0}})
+
+
+def test_what_a_file_claims_is_cut_short_in_messages():
+    """An error of three megabytes is not a line."""
+    with pytest.raises(ValueError) as e:
+        ModelConfig.from_dict(QWEN3 | {"hidden_size": "9" * 1_000_000})
+    assert len(str(e.value)) < 500

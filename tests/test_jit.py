@@ -281,3 +281,25 @@ def test_a_full_disk(mini, tmp_path):
     assert run.counts == (0, N_COMPILED)
     assert "RuntimeWarning" in run.err and "cannot be kept" in run.err
     assert mini.run(tmp_path).answer["results"] == RESULTS
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for another process there")
+def test_interrupts_wait_for_the_compiler(tmp_path):
+    """LLVM does not survive an exception in the middle: a crash, or a library half made."""
+    script = """
+import os, signal, threading, time
+from engine.kernels.jit import uninterrupted
+before = signal.getsignal(signal.SIGINT)
+steps = []
+try:
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        steps.append("ended")
+except KeyboardInterrupt:
+    steps.append("interrupted")
+assert signal.getsignal(signal.SIGINT) is before
+print(steps)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "['ended', 'interrupted']", done.stderr

@@ -154,6 +154,8 @@ def test_no_tokenizer_still_serves_ids(tmp_path):
     ("name", "value"),
     [
         ("weights", "q3"),
+        ("weights", []),
+        ("kv_cache", {}),
         ("kv_cache", "fast"),
         ("backend", "gpu"),
         ("threads", 0),
@@ -181,7 +183,23 @@ def test_empty_prompt(prompt, built_in):
         built_in.generate(prompt)
 
 
-@pytest.mark.parametrize("prompt", [None, 5, 1.5, b"bytes", ["a", 1]])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        5,
+        1.5,
+        b"bytes",
+        bytearray(b"a"),
+        {1: 2},
+        {1, 2},
+        ["a", 1],
+        [[1], [[2]]],
+        np.array(5),
+        np.zeros((2, 2), int),
+    ],
+    ids=repr,
+)
 def test_prompt_of_another_kind(prompt, built_in):
     """What is neither text nor ids gets an error that says so, not a traceback from inside."""
     with pytest.raises(ValueError, match="prompt|token id"):
@@ -209,6 +227,31 @@ def test_prompt_and_context(length, max_tokens):
     else:
         with pytest.raises(ValueError, match=rf"{length} tokens.*16"):
             llm.generate([5] * length, params)
+
+
+def test_a_bad_prompt_among_many_is_found_before_any_work(built_in, monkeypatch):
+    """The answers to the prompts before it would be computed and lost."""
+    monkeypatch.setattr(built_in._model, "forward", None)
+    with pytest.raises(ValueError, match="empty"):
+        built_in.generate(["To be", ""])
+
+
+@pytest.mark.parametrize("params", [{}, 0, {"max_tokens": 3}, SamplingParams])
+def test_params_of_another_kind(params, built_in):
+    """A dict taken for defaults, or an AttributeError from deep inside."""
+    with pytest.raises(ValueError, match="SamplingParams"):
+        built_in.generate("To be", params)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_weights_that_overflow(name, tmp_path):
+    """Logits of NaN, whose argmax is token 0 for ever."""
+    tensors = random_tensors(TINY)
+    tensors[name][:] = 3e38
+    llm = LLM(write_checkpoint(tmp_path, tensors), weights="f32")
+    for params in (GREEDY, SamplingParams(seed=1)):
+        with pytest.raises(ValueError, match="not finite"):
+            llm.generate([1, 2], params)
 
 
 def test_no_tokens_wanted(built_in):

@@ -227,3 +227,11 @@ def test_warm_start():
         assert run("To be", "--max-tokens", "1").returncode == 0
         took.append(time.perf_counter() - start)
     assert min(took) < 3.0, took  # 1.5 s on an idle machine; others may use this one
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell as POSIX has it")
+def test_without_stderr():
+    """Started by a program that closed it, as windowed ones do."""
+    line = f"{sys.executable} -m engine.run 'To be' --max-tokens 3 --temperature 0 2>&-"
+    done = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.strip()

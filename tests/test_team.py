@@ -236,3 +236,25 @@ def test_more_ranks_than_processors():
         took.append(time.perf_counter() - start)
         assert early == [0] * ranks
     assert min(took) < 1
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch):
+    """The task that waits for it joins a later step as one rank too many, which never ends."""
+    team, real, starts = Team(5), threading.Thread.start, []
+
+    def start(thread):
+        starts.append(thread)
+        if len(starts) == 3:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    def meet(me):
+        time.sleep(0.01)  # so that no thread is idle before the next is wanted
+        barrier(me)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        team.run(meet)
+    monkeypatch.undo()
+    for _ in range(3):
+        run(team, meet)

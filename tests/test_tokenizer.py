@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -339,3 +340,23 @@ def test_qwen3_round_trip(qwen3):
     for text in (MIXED, MIXED * 200, "", " leading and trailing "):
         ids = qwen3.encode(text)
         assert "".join(streamed(qwen3, ids)) == qwen3.decode(ids) == text
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_tokenizer_file_that_is_a_pipe(tmp_path):
+    """Opening it waits for a writer that never comes."""
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="not a file"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_text_that_the_package_cannot_encode(tmp_path):
+    """The package's bare Exception passes every handler of ValueError."""
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
+    raw = {"version": "1.0", "model": model, "decoder": {"type": "ByteLevel"}}
+    flags = {"add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    raw["decoder"] |= flags
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="tokens") as e:
+        Tokenizer.from_dir(tmp_path).encode("zzz")
+    assert "\n" not in str(e.value)

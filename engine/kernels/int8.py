@@ -39,20 +39,12 @@ from engine.kernels.simd import (
 )
 from engine.kernels.tile import Tile, token_addresses
 
-
-def best_form() -> str:
-    if has("avx512vnni"):
-        return "vnni"
-    if has("avx2"):
-        return "avx2"
-    if has("dotprod"):
-        return "neon"
-    return "portable"
-
-
-FORM = os.environ.get("ENGINE_INT8") or best_form()
-if FORM not in ("vnni", "avx2", "neon", "portable"):
-    raise ValueError(f"ENGINE_INT8 is {FORM!r}; vnni, avx2, neon and portable are the forms")
+# LLVM ends the process on an instruction that the processor lacks: only what it has is offered.
+NEEDS = {"vnni": has("avx512vnni"), "avx2": has("avx2"), "neon": has("dotprod"), "portable": True}
+FORMS = [form for form, there in NEEDS.items() if there]  # the best first
+FORM = os.environ.get("ENGINE_INT8") or FORMS[0]
+if FORM not in FORMS:
+    raise ValueError(f"ENGINE_INT8 is {FORM!r}; this processor has {', '.join(FORMS)}")
 STEP = 2 if FORM == "avx2" else 4  # columns of a step
 Q_TYPE = np.int16 if FORM == "avx2" else np.int8  # activations, as a step reads them
 # Row groups and tokens of a tile. AVX-512: 12 of 32 registers. AVX2: 10 of 16, since with 12

@@ -12,7 +12,9 @@ import functools
 import hashlib
 import io
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -147,7 +149,7 @@ class Compilation:
     def start(self) -> None:
         if self.started is None:
             self.started = time.perf_counter()
-            if self.said:
+            if self.said and sys.stderr:
                 name = cpu()[0]
                 print(f"compiling kernels for {name}, kept for later starts ...", file=sys.stderr)
 
@@ -159,11 +161,37 @@ class Compilation:
             yield
         finally:
             self.said = False
-        if self.started is not None:
+        if self.started is not None and sys.stderr:
             print(f"compiled in {time.perf_counter() - self.started:.1f} s", file=sys.stderr)
 
 
 compilation = Compilation()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C inside the block is raised at its end: LLVM does not survive an exception in it.
+
+    A second one ends the process at once; the cache's files are written whole or not at all.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which never sees Ctrl-C
+        yield
+        return
+    came = []
+
+    def note(number, frame):
+        came.append(number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if compilation.started is not None and sys.stderr:
+            print("interrupted: compilation ends first (again: at once)", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ import math
 import mmap
 import os
 import re
-import reprlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +21,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from engine.config import read_json
+from engine.config import read_json, show
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")  # a plain name: it cannot leave the directory
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 MAX_RANK = 8  # a header of 100 MB can claim a shape whose product takes hours
-
-_short = reprlib.Repr()  # what a file claims may be of any length and depth; an error is one line
-_short.maxstring = 100
-show = _short.repr
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ they are packed: the checkpoint is never held twice.
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -137,7 +138,8 @@ def pack_all(checkpoint: Checkpoint, matrices: list, threads: int) -> None:
         tasks += [(name, store, at, i, min(i + height, n)) for i in range(0, n, height)]
     tensors = [checkpoint.tensors[name] for name, _, _ in matrices]
     total = sum(t.stop - t.start for t in tensors)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=None, leave=False)
+    shown = None if sys.stderr else True  # None: on a terminal alone; there may be no stderr at all
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=shown, leave=False)
     with bar, ThreadPoolExecutor(threads) as pool:
         try:
             for done in pool.map(lambda task: pack(*task), tasks):
