@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.machine import ReadBandwidth, describe
 from engine import LLM
-from engine.cache import BasicKvCache
+from engine.cache import KvCache
 from engine.loading.weights import KINDS
 from engine.threads import default_threads
 
@@ -60,9 +60,9 @@ def time_steps(llm: LLM, rows: int, n: int) -> list[float]:
     return took
 
 
-def filled_cache(llm: LLM, rows: int) -> BasicKvCache:
+def filled_cache(llm: LLM, rows: int) -> KvCache:
     """A cache of `rows` rows that hold data: pages never written would be read from cache."""
-    cache, rng = llm._cache(), np.random.default_rng(rows)
+    cache, rng = llm.new_cache(), np.random.default_rng(rows)
     for layer in range(llm.config.n_layers):
         k = rng.standard_normal((rows, llm.config.kv_dim), dtype=np.float32)
         cache.set_prefill(layer, k, k)

@@ -106,7 +106,7 @@ class Arithmetic:
             return ones
 
         floats = full(2 * COLUMNS * LANES), full(TILE_TOKENS * COLUMNS)
-        weights, scales = full(2 * COLUMNS * LANES, np.uint8), full(2 * LANES, np.uint16)
+        weights, scales = full(2 * COLUMNS * LANES, np.uint8), full(2 * LANES, np.int16)
         x, x_scales = full(STEP_TOKENS * COLUMNS, Q_TYPE), full(STEP_TOKENS)
         starts = full(STEP_TOKENS, np.int32)
         self._work = {

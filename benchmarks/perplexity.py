@@ -1,5 +1,6 @@
 """Perplexity on a text: python -m benchmarks.perplexity TEXT [--model M] [--weights f32,q8_0]
 
+A line for each way of keeping weights and each of keeping K and V.
 Windows of 512 tokens, each scored from scratch, the first token of a window not scored. Logits are
 made and scored a piece of a window at a time: none are kept.
 """
@@ -9,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from engine import LLM
-from engine.cache import BasicKvCache
+from engine.cache import KV_DTYPES
 from engine.loading.weights import KINDS
 
 PIECE = 64  # tokens whose logits are held at a time
@@ -26,16 +28,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     ap.add_argument("text", type=Path)
     ap.add_argument("--model", help="default: the built-in model")
     ap.add_argument("--weights", default="f32,q8_0", help=f"of {', '.join(KINDS)}")
+    ap.add_argument("--kv-dtypes", default="f32", help=f"of {', '.join(KV_DTYPES)}")
     ap.add_argument("--window", type=int, default=512)
     ap.add_argument("--tokens", type=int, help="only the first TOKENS of the text")
     args = ap.parse_args(argv)
     result, first = {}, None
-    for kind in args.weights.split(","):
-        llm = LLM(args.model, weights=kind, prefill_chunk=PIECE)
+    for kind, kv in product(args.weights.split(","), args.kv_dtypes.split(",")):
+        llm, name = LLM(args.model, weights=kind, kv_dtype=kv, prefill_chunk=PIECE), f"{kind}, {kv}"
         ids = llm.tokenizer.encode(args.text.read_text(encoding="utf-8"))[: args.tokens]
-        result[kind] = perplexity(llm, ids, args.window)
-        first = first or result[kind]
-        print(f"{kind:>5} {result[kind]:.6f} {result[kind] / first - 1:+.4%}")
+        result[name] = perplexity(llm, ids, args.window)
+        first = first or result[name]
+        print(f"{name:>9} {result[name]:.6f} {result[name] / first - 1:+.4%}")
     print(json.dumps(result))
     return result
 
@@ -54,7 +57,7 @@ def perplexity(llm: LLM, ids: list[int], window: int) -> float:
 
 def negative_log_likelihood(llm: LLM, ids: np.ndarray) -> float:
     """Of ids[1:], each given those before it."""
-    cache = BasicKvCache(n_layers=llm.config.n_layers, kv_dim=llm.config.kv_dim)
+    cache = llm.new_cache()
     total = 0.0
     for start in range(0, len(ids), PIECE):
         piece = ids[start : start + PIECE]

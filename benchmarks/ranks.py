@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from engine.kernels.attention import decode_attention, merge_chunks, prompt_attention
 from engine.kernels.forward import norm_and_rotate
-from engine.kernels.jit import kernel
+from engine.kernels.jit import inlined, kernel
+from engine.kernels.kv import of_side
 from engine.kernels.matmul import matmul, of_layer, quantize
 from engine.kernels.rmsnorm import rmsnorm_rows
 from engine.kernels.team import barrier, share
@@ -22,23 +23,30 @@ def matmuls(me, out, store, layers, n, k, x, n_tokens):
         barrier(me)
 
 
+@inlined
+def sides(kv, layer, heads):
+    """K and V of a layer."""
+    width = heads.n_kv_heads * heads.head_dim
+    return of_side(kv, layer, 0, width), of_side(kv, layer, 1, width)
+
+
 @kernel
-def decode_attentions(me, out, parts, q, k, v, layers, n_rows, heads, work):
-    """out = softmax(q k^T) v for one token, over each of `layers` caches of (n_rows, kv_dim)."""
-    size = n_rows * heads.n_kv_heads * heads.head_dim
+def decode_attentions(me, out, parts, q, kv, n_rows, heads, work):
+    """out = softmax(q k^T) v for one token, over n_rows rows of each layer of Kv."""
     work_at = me.rank * (len(work) // me.ranks)
-    for at in range(0, layers * size, size):
-        layer_k, layer_v = k[at : at + size], v[at : at + size]
-        decode_attention(parts, q, layer_k, layer_v, n_rows, heads, work, work_at, me)
+    for layer in range(len(kv.places)):
+        k, v = sides(kv, layer, heads)
+        decode_attention(parts, q, k, v, n_rows, heads, work, work_at, me)
         barrier(me)
         merge_chunks(out, parts, n_rows, heads, me)
         barrier(me)
 
 
 @kernel
-def prompt_attentions(me, out, q, k, v, n_tokens, heads, work):
+def prompt_attentions(me, out, q, kv, n_tokens, heads, work):
     """out[t] = softmax(q[t] k^T) v over rows 0 to t, for the n_tokens of a prompt. out: Rows."""
     work_at = me.rank * (len(work) // me.ranks)
+    k, v = sides(kv, 0, heads)
     prompt_attention(out, q, k, v, 0, n_tokens, heads, work, work_at, me)
 
 

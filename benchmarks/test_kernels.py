@@ -11,6 +11,7 @@ import pytest
 from benchmarks import ranks
 from benchmarks.shapes import QWEN3_0_6B
 from engine import SamplingParams, memory
+from engine.cache import BasicKvCache, BlockPool, KvCache, PagedKvCache
 from engine.config import ModelConfig
 from engine.kernels.attention import Heads, decode_work_size, parts_size, prompt_work_size
 from engine.kernels.int8 import Q_TYPE
@@ -24,7 +25,7 @@ HEADS = Heads(C.n_heads, C.n_kv_heads, C.head_dim)
 PROMPT = 511  # tokens
 WALK = 128 << 20  # bytes that a kernel which waits for memory goes through: four L3s of 32 MB
 ROUNDS = 9
-HALF = np.float16(0.01).view(np.uint16)
+HALF = np.float16(0.01).view(np.int16)
 MATRICES = {"wq": (C.q_dim, C.dim), "w_up": (C.hidden_dim, C.dim), "w_down": (C.dim, C.hidden_dim)}
 FILTERS = {"greedy": {"temperature": 0}, "top_k": {"top_k": 20}, "top_p": {"top_p": 0.95}}
 
@@ -98,33 +99,59 @@ def divided(q: np.ndarray) -> np.ndarray:
     return q
 
 
+CACHES = {
+    "basic-f32": lambda layers, n_rows: BasicKvCache(layers, C.kv_dim),
+    "basic-f16": lambda layers, n_rows: BasicKvCache(layers, C.kv_dim, "f16"),
+    "paged-f32": lambda layers, n_rows: paged(layers, n_rows, "f32"),
+    "paged-f16": lambda layers, n_rows: paged(layers, n_rows, "f16"),
+}
+
+
+def paged(layers: int, n_rows: int, dtype: str) -> PagedKvCache:
+    """A cache whose pool has just the blocks that `n_rows` need."""
+    return PagedKvCache(BlockPool(layers, C.kv_dim, max_blocks=-(-n_rows // 16), dtype=dtype))
+
+
+@pytest.fixture(params=CACHES)
+def filled(request):
+    """Makes a cache of `n_rows` random rows in each of `layers`."""
+
+    def fill(layers: int, n_rows: int) -> KvCache:
+        cache = CACHES[request.param](layers, n_rows)
+        for layer in range(layers):
+            k, v = random_floats(2 * n_rows * C.kv_dim).reshape(2, n_rows, C.kv_dim)
+            cache.set_prefill(layer, k, v)
+        return cache
+
+    return fill
+
+
 @pytest.mark.benchmark(group="attention")
 @pytest.mark.parametrize("n_rows", [511, 4000])
-def test_decode_attention(measure, team, walk, n_rows):
+def test_decode_attention(measure, team, walk, filled, n_rows):
     """A generated token: every row of K and V is read once."""
-    size = n_rows * C.kv_dim
-    layers = -(-walk // (2 * 4 * size))
-    k, v = random_floats(layers * size), random_floats(layers * size)
+    layers = -(-walk // (2 * 4 * n_rows * C.kv_dim))
+    cache = filled(layers, n_rows)
     q, out = divided(random_floats(C.q_dim)), memory.zeros(C.q_dim)
     parts = memory.zeros(parts_size(n_rows, C.n_heads, C.head_dim))
     work = memory.zeros(team.ranks * decode_work_size(C.n_heads))
+    arguments = out, parts, q, cache.kv(), n_rows, HEADS, work
     measure(
-        lambda: team.run(ranks.decode_attentions, out, parts, q, k, v, layers, n_rows, HEADS, work),
+        lambda: team.run(ranks.decode_attentions, *arguments),
         rounds=ROUNDS,
-        moved=k.nbytes + v.nbytes,
+        moved=2 * layers * n_rows * C.kv_dim * np.dtype(cache.dtype).itemsize,
         operations=4 * layers * n_rows * C.q_dim,
     )
 
 
 @pytest.mark.benchmark(group="attention")
-def test_prompt_attention(measure, team):
+def test_prompt_attention(measure, team, filled):
     """512 tokens of a prompt, each of which sees itself and those before it."""
     n = 512
-    q = divided(random_floats(n * C.q_dim))
-    k, v, out = random_floats(n * C.kv_dim), random_floats(n * C.kv_dim), rows(n, C.q_dim)
+    q, out, kv = divided(random_floats(n * C.q_dim)), rows(n, C.q_dim), filled(1, n).kv()
     work = memory.zeros(team.ranks * prompt_work_size(C.head_dim))
     measure(
-        lambda: team.run(ranks.prompt_attentions, out, q, k, v, n, HEADS, work),
+        lambda: team.run(ranks.prompt_attentions, out, q, kv, n, HEADS, work),
         rounds=ROUNDS,
         operations=4 * C.q_dim * n * (n + 1) // 2,
     )

@@ -1,4 +1,4 @@
-"""A prompt's ids -> the ids that follow: prefill, the decode loop, stopping."""
+"""A session's ids -> the ids that follow: prefill, the decode loop, stopping."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class Completion:
 class Generation:
     """One request under way: iterate over its pieces of text, or over `tokens()`.
 
-    What has come so far is in `completion` at any time, so that an interrupted one loses nothing.
+    What has come so far is in `completion` at any time, and in `session` what another request can
+    continue from, so that an interrupted one loses nothing.
     """
 
-    def __init__(self, model, cache, prompt, params, eos_ids, context, stream, metrics):
-        """`prompt`: ids that fit in `context`. `stream`: a TextStream, or None for ids only."""
-        self._model, self._cache = model, cache
-        self._prompt, self.params = np.array(prompt, np.int64), params
+    def __init__(self, model, session, params, limit, eos_ids, stream, metrics):
+        """`session`: ids, the last of them without rows in its cache. `limit`: tokens to follow at
+        most. `stream`: a TextStream, or None for ids only."""
+        self._model, self.session, self.params = model, session, params
         self._eos_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_ids
-        room = context - len(prompt)
-        self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._limit = limit
         self._stream: TextStream | None = stream
         self._text, self._token_ids, self._finish_reason = "", [], None
         self._metrics: Metrics = metrics
+        metrics.prompt_tokens, metrics.cached_tokens = len(session.ids), session.cache.seq_len(0)
         self._tokens = self._run()
 
     @property
@@ -79,6 +80,7 @@ class Generation:
             token = sample(logits[0])
             self._metrics.token_came()
             self._token_ids.append(token)
+            self.session.ids.append(token)
             if token in self._eos_ids:
                 self._finish_reason = "stop"
             elif len(self._token_ids) == self._limit:
@@ -87,13 +89,18 @@ class Generation:
             if self._finish_reason:
                 return
             since = self._metrics.now()
-            self._model.forward(np.array([token]), self._cache, False, logits)
+            self._model.forward(np.array([token]), self.session.cache, False, logits)
 
     def _prefill(self, logits: np.ndarray) -> None:
-        """The prompt in chunks; logits of the last token only."""
-        prompt, size = self._prompt, self._model.max_tokens
-        self._cache.reserve(len(prompt))
-        for start in range(0, len(prompt), size):
-            chunk = prompt[start : start + size]
-            is_last = start + size >= len(prompt)
-            self._model.forward(chunk, self._cache, True, logits if is_last else logits[:0])
+        """Every id without rows: a prompt's in chunks, generated ones as they were, one by one.
+
+        Logits of the last only.
+        """
+        ids, n_prompt = np.array(self.session.ids, np.int64), self.session.n_prompt
+        cache, size = self.session.cache, self._model.max_tokens
+        cache.reserve(len(ids) - cache.seq_len(0))
+        while (start := cache.seq_len(0)) < len(ids):
+            is_prompt = start < n_prompt
+            stop = min(start + size, n_prompt) if is_prompt else start + 1
+            wanted = logits if stop == len(ids) else logits[:0]
+            self._model.forward(ids[start:stop], cache, is_prompt, wanted)

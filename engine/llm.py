@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from engine.cache import BasicKvCache
+from engine.cache import (
+    KV_DTYPES,
+    BasicKvCache,
+    BlockPool,
+    ConcatKvCache,
+    KvCache,
+    PagedKvCache,
+    snapshot,
+)
 from engine.config import ModelConfig, show
 from engine.generate import Completion, Generation
 from engine.kernels.int8 import FORM
@@ -22,11 +32,12 @@ from engine.metrics import Metrics
 from engine.model import SimdModel
 from engine.reference import NumpyModel
 from engine.sampler import Sampler, SamplingParams
+from engine.session import Session
 from engine.threads import check_threads, default_threads
 from engine.tokenizer import Tokenizer
 
 BUILT_IN = Path(__file__).parent / "assets"
-KV_CACHES = {"basic": BasicKvCache}
+KV_CACHES = ("basic", "paged", "concat")
 BACKENDS = ("simd", "numpy")
 
 Prompt = str | Sequence[int]
@@ -44,6 +55,9 @@ class LLM:
         *,
         weights: str = "q8_0",
         kv_cache: str = "basic",
+        kv_dtype: str = "f32",
+        kv_block_rows: int = 16,
+        kv_max_blocks: int | None = None,
         backend: str = "simd",
         threads: int | None = None,
         context: int | None = None,
@@ -52,13 +66,19 @@ class LLM:
         """Open `model`: a directory, a hub name (`owner/name`, `owner/name@revision`), or None.
 
         None is the small model built into the package. weights: how matrices are kept in memory,
-        "q8_0" (8 bits and a scale for 32), "bf16" or "f32". threads: None for one a core. context:
-        the most positions, prompt and generated text together; None for what the model was trained
-        for. prefill_chunk: how many tokens of a prompt are computed in one step. ValueError says
-        what cannot be used and why.
+        "q8_0" (8 bits and a scale for 32), "bf16" or "f32". kv_cache: how K and V are, "basic" (one
+        array that grows), "paged" (blocks of a pool) or "concat" (the baseline, for comparison);
+        kv_dtype: as "f32", or as "f16" in half the bytes. kv_block_rows and kv_max_blocks: rows of
+        a paged block, and blocks of the pool that all requests share; None for as many as one
+        request of the whole context needs. threads: None for one a core. context: the most
+        positions, prompt and generated text together; None for what the model was trained for.
+        prefill_chunk: how many tokens of a prompt are computed in one step. ValueError says what
+        cannot be used and why.
         """
         one_of("weights", weights, KINDS)
         one_of("kv_cache", kv_cache, KV_CACHES)
+        one_of("kv_dtype", kv_dtype, ("f32",) if kv_cache == "concat" else KV_DTYPES)
+        check_size("kv_block_rows", kv_block_rows, 1 << 16)
         one_of("backend", backend, BACKENDS)
         threads = default_threads() if threads is None else check_threads(threads)
         check_size("prefill_chunk", prefill_chunk, 1 << 16)
@@ -76,47 +96,91 @@ class LLM:
                     f"the model's embedding {self.config.vocab_size} rows"
                 )
             self.eos_ids |= self.tokenizer.eos_ids
-        self._new_cache = KV_CACHES[kv_cache]
+        self._kv_cache, self._kv_dtype = kv_cache, kv_dtype
+        if kv_cache == "paged":
+            whole = -(-self.context // kv_block_rows)
+            blocks = whole if kv_max_blocks is None else kv_max_blocks
+            self._pool = BlockPool(
+                self.config.n_layers,
+                self.config.kv_dim,
+                kv_block_rows,
+                max_blocks=check_size("kv_max_blocks", blocks, 1 << 32),
+                dtype=kv_dtype,
+            )
         self.settings = {
             "model": str(path) if model else "built-in",
             "backend": backend,
             "weights": weights,
             "int8": FORM if (backend, weights) == ("simd", "q8_0") else None,
             "kv_cache": kv_cache,
+            "kv_dtype": kv_dtype,
             "threads": threads,
             "context": self.context,
             "prefill_chunk": prefill_chunk,
         }
+        if kv_cache == "paged":
+            self.settings |= {"kv_block_rows": kv_block_rows, "kv_max_blocks": blocks}
         with Checkpoint(path) as checkpoint, compilation.announced():
             if backend == "numpy":
                 tensors = load_float32(checkpoint, self.config, weights)
                 self._model = NumpyModel(self.config, tensors, prefill_chunk)
             else:
                 packed = load_weights(checkpoint, self.config, weights, threads)
-                self._model = SimdModel(self.config, packed, threads, prefill_chunk)
+                self._model = SimdModel(self.config, packed, threads, prefill_chunk, kv_dtype)
             with uninterrupted():
                 self._model.compile()
                 Sampler.compile()
 
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Prompt] | None,
+        params: SamplingParams | None = None,
+        session: Session | None = None,
     ) -> Completion | list[Completion]:
-        """Continue a prompt (text or token ids), or each of a list of them."""
-        if is_many(prompt):
+        """Continue a prompt (text or token ids), or each of a list of them.
+
+        With a `session`, only what it does not hold of the prompt is computed, and it holds prompt
+        and answer afterwards; without a prompt its own tokens are continued.
+        """
+        if prompt is not None and is_many(prompt):
+            if session is not None:
+                raise ValueError(f"{len(prompt)} prompts cannot share a session; give them singly")
             prompts = [self._ids_of(one) for one in prompt]  # all of them before any work
             return [self._finish(self._start(one, params)) for one in prompts]
-        return self._finish(self._start(prompt, params))
+        return self._finish(self._start(prompt, params, session))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
-        """Continue a prompt: iterate over pieces of text, whole characters only."""
+    def stream(
+        self,
+        prompt: Prompt | None,
+        params: SamplingParams | None = None,
+        session: Session | None = None,
+    ) -> Generation:
+        """As `generate`, one prompt: iterate over pieces of text, whole characters only."""
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer.json: text needs one, ids do not")
-        return self._start(prompt, params)
+        return self._start(prompt, params, session)
+
+    def new_session(self) -> Session:
+        """An empty one, for `generate` or `stream` to fill."""
+        return Session(self.new_cache())
+
+    def save_cache(self, session: Session, path: str | os.PathLike) -> None:
+        """Write a session to a file, whole or not at all; OSError says why it cannot be."""
+        snapshot.save(path, session.cache, session.ids, session.n_prompt, self._fingerprint)
+
+    def load_cache(self, path: str | os.PathLike) -> Session:
+        """The session that `save_cache` wrote; ValueError says what is wrong with the file.
+
+        Its cache may have been of another kind: the rows are the same.
+        """
+        cache = self.new_cache()
+        ids, n_prompt = snapshot.load(path, cache, self._fingerprint, self.context)
+        return Session(cache, self._ids_of(ids), n_prompt)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits at every position of `token_ids`: (T, vocab_size) float32."""
         ids = np.array(self._ids_of(token_ids), np.int64)
-        cache, size = self._cache(), self._model.max_tokens
+        cache, size = self.new_cache(), self._model.max_tokens
         cache.reserve(len(ids))
         out = np.empty((len(ids), self.config.vocab_size), np.float32)
         for start in range(0, len(ids), size):
@@ -131,26 +195,81 @@ class LLM:
             pass
         return generation.completion
 
-    def _start(self, prompt: Prompt, params: SamplingParams | None) -> Generation:
+    def new_cache(self) -> KvCache:
+        """An empty cache of the kind that was asked for."""
+        sizes = self.config.n_layers, self.config.kv_dim
+        if self._kv_cache == "paged":
+            return PagedKvCache(self._pool)
+        if self._kv_cache == "concat":
+            return ConcatKvCache(*sizes)
+        return BasicKvCache(*sizes, self._kv_dtype)
+
+    @cached_property
+    def _fingerprint(self) -> dict[str, str]:
+        """What rows of K and V depend on: snapshots of another are refused."""
+        found = hashlib.sha256(repr(self.config).encode())
+        for array in self._model.arrays():
+            found.update(array)
+        about = {name: self.settings[name] for name in ("weights", "backend", "kv_dtype")}
+        return about | {"model": found.hexdigest()}
+
+    def _start(
+        self,
+        prompt: Prompt | None,
+        params: SamplingParams | None,
+        session: Session | None = None,
+    ) -> Generation:
         metrics = Metrics()
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is {params!r}; SamplingParams are needed")
         if params.seed is None:  # drawn here, so that every run can be told and repeated
             params = replace(params, seed=secrets.randbits(63))
-        ids = self._ids_of(prompt)
+        self._check_session(session)
+        if prompt is None and (session is None or not session.ids):
+            raise ValueError("there is neither a prompt nor a session to continue")
+        ids = session.ids if prompt is None else self._ids_of(prompt)
         if len(ids) >= self.context:
             raise ValueError(
                 f"the prompt is {len(ids)} tokens long, the context {self.context}: "
                 "there is no room for a token to follow"
             )
+        limit = self._limit(len(ids), params.max_tokens)
+        session = self.new_session() if session is None else session
+        if prompt is None:
+            session.go_on()
+        else:
+            session.turn_to(ids)
         stream = self.tokenizer.stream() if self.tokenizer else None
-        return Generation(
-            self._model, self._cache(), ids, params, self.eos_ids, self.context, stream, metrics
-        )
+        return Generation(self._model, session, params, limit, self.eos_ids, stream, metrics)
 
-    def _cache(self) -> BasicKvCache:
-        return self._new_cache(n_layers=self.config.n_layers, kv_dim=self.config.kv_dim)
+    def _check_session(self, session: Session | None) -> None:
+        """ValueError unless a session's rows are of this model's shape and type."""
+        if session is None:
+            return
+        if not isinstance(session, Session):
+            raise ValueError(f"session is {session!r}; one of new_session or load_cache is needed")
+        given = session.cache.num_layers(), session.cache.kv_dim, session.cache.dtype
+        wanted = self.config.n_layers, self.config.kv_dim, KV_DTYPES[self._kv_dtype]
+        if given != wanted:
+            raise ValueError(
+                f"the session has {given[0]} layers of {given[1]} {given[2].__name__}; "
+                f"this model needs {wanted[0]} of {wanted[1]} {wanted[2].__name__}"
+            )
+
+    def _limit(self, n_prompt: int, max_tokens: int | None) -> int:
+        """The most tokens that can follow; ValueError if the pool has no room for what is asked."""
+        room = self.context - n_prompt
+        wanted = room if max_tokens is None else min(max_tokens, room)
+        if self._kv_cache == "paged":
+            room = self._pool.max_rows + 1 - n_prompt  # the last token has no rows
+            if room < (1 if max_tokens is None else wanted):
+                raise ValueError(
+                    f"{n_prompt} tokens and {wanted} to follow do not fit in the KV cache: it has "
+                    f"{self._pool.max_rows} rows, {self._pool.max_blocks} blocks of "
+                    f"{self._pool.block_rows}"
+                )
+        return min(wanted, room)
 
     def _ids_of(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ValueError if there are none, too many or unknown ones."""

@@ -14,6 +14,8 @@ class Metrics:
         self._start = clock()
         self._token_times: list[float] = []
         self.per_forward_ms: list[float] = []  # the first is the prefill, all its chunks
+        self.prompt_tokens = 0  # ids that stood before the first new one
+        self.cached_tokens = 0  # those of them whose K and V were there already
 
     def forward_took(self, since: float) -> None:
         """A forward that began at `since` (of `now`) has ended."""
@@ -43,6 +45,8 @@ class Metrics:
             "time_to_first_token_ms": self.time_to_first_token_ms,
             "decode_tokens_per_second": self.decode_tokens_per_second,
             "per_forward_ms": self.per_forward_ms,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
         }
 
     def report(self, backend: str, kv_cache: str) -> str:

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from engine import memory
-from engine.cache import BasicKvCache
+from engine.cache import KV_DTYPES, BasicKvCache, KvCache
 from engine.config import ModelConfig
 from engine.kernels.attention import decode_work_size, parts_size, prompt_work_size
 from engine.kernels.forward import Scratch, Sizes, Weights, step
@@ -27,9 +27,16 @@ from engine.kernels.team import Rank, break_team, new_flags
 class SimdModel:
     """A model whose forward pass is the compiled step of kernels/forward.py."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, threads: int, max_tokens: int):
-        """`max_tokens` is the most that one step takes."""
-        c = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        threads: int,
+        max_tokens: int,
+        kv_dtype: str = "f32",
+    ):
+        """`max_tokens` is the most that one step takes; `kv_dtype`, what its caches hold."""
+        c, self.kv_dtype = config, kv_dtype
         self.config, self.weights, self.threads = c, weights, threads
         self.max_tokens = max_tokens
         self.sizes = Sizes(
@@ -60,6 +67,8 @@ class SimdModel:
             x=rows(c.dim),
             h=inputs(c.dim),
             q=Rows(memory.zeros(max_tokens * c.q_dim), 0, c.q_dim),
+            k=Rows(memory.zeros(max_tokens * c.kv_dim), 0, c.kv_dim),
+            v=Rows(memory.zeros(max_tokens * c.kv_dim), 0, c.kv_dim),
             attended=inputs(c.q_dim),
             gate=inputs(c.hidden_dim),
             up=rows(c.hidden_dim),
@@ -76,9 +85,7 @@ class SimdModel:
         width = padded(self.config.vocab_size)
         return memory.zeros(n * width).reshape(n, width)
 
-    def forward(
-        self, ids: np.ndarray, cache: BasicKvCache, is_prompt: bool, logits: np.ndarray
-    ) -> None:
+    def forward(self, ids: np.ndarray, cache: KvCache, is_prompt: bool, logits: np.ndarray) -> None:
         """Run `ids`, (T,) int64, behind the rows of `cache`, and append their rows to it.
 
         `logits`, of `new_logits`, receives those of the last len(logits) tokens. If the step
@@ -97,30 +104,40 @@ class SimdModel:
 
     def bytes_per_token(self, n_rows: int) -> int:
         """Bytes that a decode step reads with `n_rows` rows in the cache: its lower bound."""
-        read = self.weights._replace(embedding=())  # one row of it
-        rows = 2 * 4 * self.config.n_layers * self.config.kv_dim * n_rows
-        arrays = (a for part in read for a in (part if isinstance(part, tuple) else (part,)))
-        return sum(a.nbytes for a in arrays) + rows
+        size = np.dtype(KV_DTYPES[self.kv_dtype]).itemsize
+        rows = 2 * size * self.config.n_layers * self.config.kv_dim * n_rows
+        weights = sum(a.nbytes for a in self.arrays())
+        if (
+            not self.config.tied
+        ):  # then the embedding is not read as the head, and one row is not much
+            weights -= sum(a.nbytes for a in self.weights.embedding)
+        return weights + rows
+
+    def arrays(self) -> list[np.ndarray]:
+        """Every array of the weights, once."""
+        parts = (part if isinstance(part, tuple) else (part,) for part in self.weights)
+        return list({id(a): a for part in parts for a in part}.values())
 
     def compile(self) -> None:
         """Load or compile the step, prefill and decode alike, without running it."""
-        cache = BasicKvCache(self.config.n_layers, self.config.kv_dim)
+        cache = BasicKvCache(self.config.n_layers, self.config.kv_dim, self.kv_dtype)
         arguments = self._arguments(np.zeros(1, np.int64), cache, True, self.new_logits(1))
         types = map(numba.typeof, (Rank(0, 1, self.team.flags), *arguments))
         step.compile(tuple(types))
 
     def _arguments(self, ids, cache, is_prompt, logits) -> tuple:
-        kv, start = (cache.addresses, cache.capacity), cache.seq_len(0)
-        return self.sizes, self.weights, self.rope, *kv, ids, start, is_prompt, self.scratch, logits
+        kv, start = cache.kv(), cache.seq_len(0)
+        return self.sizes, self.weights, self.rope, kv, ids, start, is_prompt, self.scratch, logits
 
     def _make_room(self, n_rows: int) -> None:
-        """Tables and scratch for a cache of `n_rows`; they follow its doublings."""
+        """Tables and scratch for a cache of `n_rows`, at least doubled where they do not do."""
         c = self.config
-        if len(self.rope) < n_rows * c.head_dim:
+        held = len(self.rope) // c.head_dim
+        if held < n_rows:
+            n_rows = max(n_rows, 2 * held)
             self.rope = rope_table(c.head_dim, c.rope_theta, n_rows).ravel()
-        size = parts_size(n_rows, c.n_heads, c.head_dim)
-        if len(self.scratch.parts) < size:
-            self.scratch = self.scratch._replace(parts=memory.zeros(size))
+            parts = memory.zeros(parts_size(n_rows, c.n_heads, c.head_dim))
+            self.scratch = self.scratch._replace(parts=parts)
 
 
 class Team:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.cache import BasicKvCache
+from engine.cache import KvCache
 from engine.config import ModelConfig
 
 
@@ -25,9 +25,11 @@ class NumpyModel:
     def compile(self) -> None:
         """There is nothing to compile."""
 
-    def forward(
-        self, ids: np.ndarray, cache: BasicKvCache, is_prompt: bool, logits: np.ndarray
-    ) -> None:
+    def arrays(self) -> list[np.ndarray]:
+        """Every array of the weights."""
+        return [np.ascontiguousarray(self.tensors[name]) for name in sorted(self.tensors)]
+
+    def forward(self, ids: np.ndarray, cache: KvCache, is_prompt: bool, logits: np.ndarray) -> None:
         """Run `ids` behind the rows of `cache`, append theirs, and give the last logits."""
         all_logits, rows = forward(self.config, self.tensors, ids, cache, len(logits))
         for layer, (k, v) in enumerate(rows):
@@ -40,7 +42,7 @@ class NumpyModel:
 
 
 def forward(
-    config: ModelConfig, w: dict[str, np.ndarray], ids: np.ndarray, cache: BasicKvCache, last: int
+    config: ModelConfig, w: dict[str, np.ndarray], ids: np.ndarray, cache: KvCache, last: int
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
     """Logits (last, vocab_size) of the last tokens, and each layer's new rows of K and V."""
     start, rows = cache.seq_len(0), []
@@ -55,6 +57,7 @@ def forward(
         q = rope(rmsnorm(q, w[p + "self_attn.q_norm.weight"], config.norm_eps), positions, config)
         k = rope(rmsnorm(k, w[p + "self_attn.k_norm.weight"], config.norm_eps), positions, config)
         k = k.swapaxes(0, 1).reshape(v.shape)
+        k, v = k.astype(cache.dtype), v.astype(cache.dtype)  # as it will hold them
         rows.append((k, v))
         old_k, old_v = cache.materialize(layer)
         all_k, all_v = np.concatenate([old_k, k]), np.concatenate([old_v, v])

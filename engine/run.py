@@ -12,6 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+from engine.cache import KV_DTYPES  # noqa: E402
 from engine.llm import BACKENDS, KV_CACHES, LLM  # noqa: E402
 from engine.loading.weights import KINDS  # noqa: E402
 from engine.sampler import SamplingParams  # noqa: E402
@@ -68,12 +69,17 @@ def parser() -> Parser:
     ap.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     for name, values, text in (
         ("--weights", list(KINDS), "how matrices are kept in memory"),
-        ("--kv-cache", list(KV_CACHES), "how K and V are kept"),
+        ("--kv-cache", KV_CACHES, "how K and V are kept: in place, in blocks, or as the baseline"),
+        ("--kv-dtype", list(KV_DTYPES), "f16: K and V in half the bytes"),
         ("--backend", BACKENDS, "compiled kernels, or the reference in plain NumPy"),
     ):
         ap.add_argument(
             name, choices=values, default=values[0], help=f"{text} (default: %(default)s)"
         )
+    option("--kv-block-rows", int, "N", 16, "rows of a paged block (default: %(default)s)")
+    option("--kv-max-blocks", int, "N", None, "paged blocks (default: what the context needs)")
+    option("--save-cache", Path, "F", None, "write the tokens and their K and V to F afterwards")
+    option("--load-cache", Path, "F", None, "continue from F, or reuse what PROMPT shares with it")
     option("--threads", int, "N", None, "threads to compute with (default: one a core)")
     option("--context", int, "N", None, "most tokens, prompt and text (default: the model's)")
     ap.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -110,15 +116,21 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
     )
     prompt = prompt_of(args)
+    if args.save_cache and not args.save_cache.parent.is_dir():  # said before any work
+        raise ValueError(f"--save-cache: {args.save_cache.parent} is not a directory")
     llm = LLM(
         args.model,
         weights=args.weights,
         kv_cache=args.kv_cache,
+        kv_dtype=args.kv_dtype,
+        kv_block_rows=args.kv_block_rows,
+        kv_max_blocks=args.kv_max_blocks,
         backend=args.backend,
         threads=args.threads,
         context=args.context,
     )
-    generation = llm.stream(prompt, params)
+    session = llm.load_cache(args.load_cache) if args.load_cache else llm.new_session()
+    generation = llm.stream(prompt, params, session)
     status = 0
     try:
         for piece in generation:
@@ -139,11 +151,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(flush=True)
         print(done.metrics.report(args.backend, args.kv_cache), file=sys.stderr)
+    if args.load_cache and not args.json:
+        m = done.metrics
+        print(f"reused {m.cached_tokens} of {m.prompt_tokens} tokens", file=sys.stderr)
+    if args.save_cache:
+        llm.save_cache(session, args.save_cache)
     return status
 
 
-def prompt_of(args: argparse.Namespace) -> str:
-    """The prompt from the command line, a file or stdin; ValueError if there is not exactly one."""
+def prompt_of(args: argparse.Namespace) -> str | None:
+    """The prompt from the command line, a file or stdin; ValueError if there is not exactly one.
+
+    None where a loaded cache is to be continued as it is.
+    """
+    if args.load_cache and args.prompt is None and args.prompt_file is None:
+        return None
     if (args.prompt is None) == (args.prompt_file is None):
         raise ValueError("give a PROMPT or --prompt-file, one of the two")
     if args.prompt is not None:

@@ -52,8 +52,10 @@ def test_decode(capsys):
 def test_perplexity(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question.")
-    perplexity.main([str(text), "--window", "8", "--weights", "f32"])
-    assert 1 < last_json(capsys.readouterr().out)["f32"] < 3000
+    perplexity.main([str(text), "--window", "8", "--weights", "f32", "--kv-dtypes", "f32,f16"])
+    found = last_json(capsys.readouterr().out)
+    assert list(found) == ["f32, f32", "f32, f16"] and all(1 < x < 3000 for x in found.values())
+    assert 0 < abs(found["f32, f32"] - found["f32, f16"]) < 0.1, "f16 rounds, and a little"
 
 
 TOY = ["--new", "3", "--rounds", "1", "--threads", "1"]
@@ -304,8 +306,8 @@ def test_suites(tmp_path):
     found = {b["name"]: b["extra_info"] for b in json.loads(out.read_text())["benchmarks"]}
     assert found["test_decode[slice-4000]"]["tokens_per_second"] > 0
     assert found["test_matmul[wq-q8_0-511]"]["peak_gop_per_second"] > 0
-    assert found["test_prompt_attention"]["gflop_per_second"] > 0
+    assert found["test_prompt_attention[basic-f32]"]["gflop_per_second"] > 0
     assert found["test_first_token[built-in]"]["threads"] == 2
-    for name in ("prefill[built-in-511]", "sampling[top_p]", "decode_attention[4000]"):
+    for name in ("prefill[built-in-511]", "sampling[top_p]", "decode_attention[paged-f16-4000]"):
         assert f"test_{name}" in found
     assert "test_decode[slice-17]" in done.stdout and " tok/s " in done.stdout

@@ -36,14 +36,14 @@ def test_prefill_leaves_headroom(n):
 def test_base_address_stays_until_capacity_runs_out():
     """A growth before capacity is used copies for nothing; a missed one writes out of bounds."""
     cache = filled(10)
-    base = cache.addresses.copy()
+    base = cache.kv().places.copy()
     for i in range(512):
         for layer in range(LAYERS):
             cache.push_row(layer, rows(1, i)[0], rows(1, i)[0])
-    np.testing.assert_array_equal(cache.addresses, base)
+    np.testing.assert_array_equal(cache.kv().places, base)
     cache.push_row(0, rows(1)[0], rows(1)[0])
-    assert (cache.addresses[0] != base[0]).all(), "layer 0 had to move"
-    np.testing.assert_array_equal(cache.addresses[1:], base[1:])
+    assert (cache.kv().places[0] != base[0]).all(), "layer 0 had to move"
+    np.testing.assert_array_equal(cache.kv().places[1:], base[1:])
 
 
 def test_lent_addresses_are_those_of_the_views():
@@ -51,8 +51,8 @@ def test_lent_addresses_are_those_of_the_views():
     cache = filled(3)
     for layer in range(LAYERS):
         k, v = cache.kv_view(layer)
-        assert [k.ctypes.data, v.ctypes.data] == cache.addresses[layer].tolist()
-        assert cache.addresses[layer, 0] % 64 == 0
+        assert [k.ctypes.data, v.ctypes.data] == cache.kv().places[layer].tolist()
+        assert cache.kv().places[layer, 0] % 64 == 0
 
 
 def test_growth_keeps_every_row_of_every_layer():
@@ -70,7 +70,7 @@ def test_growth_keeps_every_row_of_every_layer():
                 k, v = cache.kv_view(layer)
                 np.testing.assert_array_equal(k, plain[layer])
                 np.testing.assert_array_equal(v, np.negative(plain[layer]))
-    assert cache.n_allocations <= 2 * LAYERS * np.log2(2 * 5000), "growth must be by doubling"
+    assert cache.counts.allocations <= 2 * LAYERS * np.log2(2 * 5000), "growth must be by doubling"
 
 
 def test_old_view_survives_growth():
@@ -142,9 +142,9 @@ def test_prefill_after_reserve_writes_into_the_reserved_buffer():
     """A prefill that replaces the buffer loses the reservation and grows on every step."""
     cache = BasicKvCache(n_layers=LAYERS, kv_dim=DIM)
     cache.reserve(2000)
-    base = cache.addresses.copy()
+    base = cache.kv().places.copy()
     cache.set_prefill(0, rows(1000), rows(1000))
-    np.testing.assert_array_equal(cache.addresses, base)
+    np.testing.assert_array_equal(cache.kv().places, base)
 
 
 def test_uncommitted_rows_do_not_exist():
@@ -188,11 +188,11 @@ def test_memory_that_runs_out_between_k_and_v(monkeypatch):
     """K grown and V not: the capacity says there is room, and kernels write beyond V."""
     cache, real, left = filled(10), memory.empty, [3]
 
-    def empty(n):
+    def empty(n, dtype):
         left[0] -= 1
         if left[0] == 0:  # V of the second layer
             raise MemoryError
-        return real(n)
+        return real(n, dtype)
 
     monkeypatch.setattr(memory, "empty", empty)
     with pytest.raises(MemoryError):

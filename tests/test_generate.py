@@ -13,6 +13,7 @@ from engine.cache import BasicKvCache
 from engine.generate import Generation
 from engine.metrics import Metrics
 from engine.sampler import SamplingParams
+from engine.session import Session
 from engine.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_dir(Path(engine.__file__).parent / "assets")
@@ -59,13 +60,15 @@ class ScriptedModel:
 def generation(
     model: ScriptedModel, prompt=(1,), context=1000, eos_ids=EOS, stream=True, **params
 ) -> Generation:
+    session = Session(BasicKvCache(n_layers=2, kv_dim=16), list(prompt), len(prompt))
+    asked = SamplingParams(**{"temperature": 0, "max_tokens": None, **params})
+    room = context - len(prompt)
     return Generation(
         model,
-        BasicKvCache(n_layers=2, kv_dim=16),
-        list(prompt),
-        SamplingParams(**{"temperature": 0, "max_tokens": None, **params}),
+        session,
+        asked,
+        room if asked.max_tokens is None else min(room, asked.max_tokens),
         eos_ids,
-        context,
         TOKENIZER.stream() if stream else None,
         Metrics(lambda: model.time),
     )
@@ -334,10 +337,11 @@ def test_cache_holds_all_but_the_last_token():
     cache = BasicKvCache(n_layers=2, kv_dim=16)
     params = SamplingParams(temperature=0, max_tokens=4)
     clock = Metrics(lambda: 0.0)
-    request = Generation(model, cache, list(range(20)), params, EOS, 1000, None, clock)
+    session = Session(cache, range(20), 20)
+    request = Generation(model, session, params, 4, EOS, None, clock)
     list(request.tokens())
     assert [cache.seq_len(layer) for layer in range(2)] == [23, 23]
-    assert cache.n_allocations == 4  # K and V of two layers, once
+    assert cache.counts.allocations == 4  # K and V of two layers, once
 
 
 def test_iterating_again_goes_on():

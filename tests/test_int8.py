@@ -57,7 +57,7 @@ def inputs_of(x: np.ndarray) -> Inputs:
 def product(w: np.ndarray, inputs: Inputs, n_tokens: int, ranks: int = 1) -> np.ndarray:
     n, k = w.shape
     size = padded(n) * padded(k)
-    store = Q8(np.zeros(size, np.uint8), np.zeros(size // 32, np.uint16))
+    store = Q8(np.zeros(size, np.uint8), np.zeros(size // 32, np.int16))
     w = w.copy()
     w.flags.writeable = False
     assert quantize_rows(store.data, store.scales, 0, w)

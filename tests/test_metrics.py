@@ -122,6 +122,8 @@ def test_as_dict_is_json(n):
         "time_to_first_token_ms": metrics.time_to_first_token_ms,
         "decode_tokens_per_second": metrics.decode_tokens_per_second,
         "per_forward_ms": metrics.per_forward_ms,
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
     }
     assert text.count("null") == [2, 1, 0][n]
 

@@ -65,7 +65,7 @@ def test_packed_as_defined(shape, kind):
     width, height = -(-k // 32) * 32, -(-n // 16) * 16
     before = 64 * BLOCK  # what stands there stays
     data = np.full(before + height * width, 77, np.uint8)
-    scales = np.full(len(data) // BLOCK, 77, np.uint16)
+    scales = np.full(len(data) // BLOCK, 77, np.int16)
     assert quantize_rows(data, scales, before, stored)
     assert (data[:before] == 77).all() and (scales[: before // BLOCK] == 77).all()
 
@@ -75,7 +75,7 @@ def test_packed_as_defined(shape, kind):
     np.testing.assert_array_equal(data[at].astype(int) - 128, q)
     r, b = np.indices(d.shape)
     at = before // BLOCK + (r // 16 * (width // BLOCK) + b) * 16 + r % 16
-    np.testing.assert_array_equal(scales[at], d.view(np.uint16))
+    np.testing.assert_array_equal(scales[at], d.view(np.int16))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e37])
@@ -84,7 +84,7 @@ def test_what_has_no_scale_is_found(value):
     w = np.ones((3, 64), np.float32)
     w[2, 40] = value
     w.flags.writeable = False
-    assert not quantize_rows(np.zeros(1024, np.uint8), np.zeros(32, np.uint16), 0, w)
+    assert not quantize_rows(np.zeros(1024, np.uint8), np.zeros(32, np.int16), 0, w)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f32"])

@@ -1,8 +1,9 @@
 """Attention over cached rows, for a whole group of query heads at once.
 
 A row of K or V holds all of a token's key heads. Both forms cut the rows into chunks of 64 at
-fixed absolute positions and take the chunks in order, so a query's result depends on itself and
-the rows before it, never on how work was shared or what else was in the step. Masking is by loop
+fixed absolute positions and take the chunks, and a chunk's rows, in order, so a query's result
+depends on itself and the rows before it, never on how work was shared, what else was in the step,
+or where the rows lie (k and v are KvRows, see kv.py). Masking is by loop
 bounds. The softmax is the streaming one (Milakov & Gimelshein 2018): a chunk gives its largest
 score, its sum of exponentials and its weighted sum of values, and chunks merge by rescaling.
 
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.jit import inlined, kernel
+from engine.kernels.kv import stretch
 from engine.kernels.simd import (
     LANES,
     exp,
@@ -29,9 +31,10 @@ from engine.kernels.simd import (
     splat,
     store,
     transpose,
+    widen,
 )
 from engine.kernels.team import share
-from engine.kernels.tile import TILE_TOKENS, tile_dot, tile_store, tile_zero
+from engine.kernels.tile import TILE_TOKENS, tile_dot, tile_load, tile_store, tile_zero
 
 CHUNK = 64  # rows of a chunk
 QUERIES = 192  # that share a copied chunk of K and V; whole tiles
@@ -82,46 +85,70 @@ def parts_size(n_rows: int, n_heads: int, head_dim: int) -> int:
 def decode_attention(parts, q, k, v, n_rows, heads, work, work_at, me):
     """This rank's chunks of softmax(q k^T) v for one token, unmerged.
 
-    q: (n_heads, head_dim). k, v: (n_rows, n_kv_heads * head_dim), streamed whole, row by row, since
-    a row is a page and the prefetcher stops at pages. `work` has room for
-    `decode_work_size(n_heads)` from `work_at`. parts: a chunk has (n_heads, head_dim) values, then
-    n_heads largest scores, then n_heads sums.
+    q: (n_heads, head_dim). k, v: n_rows rows and more, streamed whole, row by row, since a row is a
+    page and the prefetcher stops at pages. `work` has room for `decode_work_size(n_heads)` from
+    `work_at`. parts: a chunk has (n_heads, head_dim) values, then n_heads largest scores, then
+    n_heads sums.
     """
-    n_heads, n_kv_heads, head_dim = heads
-    kv_dim, group = n_kv_heads * head_dim, n_heads // n_kv_heads
-    # Heads of a group whose sums are gathered together; of an odd group one, in half a tile.
-    pair = 2 - group % 2
+    n_heads, _, head_dim = heads
     first, last = share((n_rows + CHUNK - 1) // CHUNK, me)
     for chunk in range(first, last):
-        start = chunk * CHUNK
-        n = min(CHUNK, n_rows - start)
-        for j in range(n):
-            for kv_head in range(n_kv_heads):
-                k_at = (start + j) * kv_dim + kv_head * head_dim
-                for head in range(kv_head * group, (kv_head + 1) * group):
-                    dot = splat(np.float32(0.0))
-                    for i in range(0, head_dim, LANES):
-                        dot = fma(load(q, head * head_dim + i), load(k, k_at + i), dot)
-                    work[work_at + head * CHUNK + j] = lane_sum(dot)
+        start, stop = chunk * CHUNK, min(n_rows, (chunk + 1) * CHUNK)
+        row = start
+        while row < stop:
+            keys = stretch(k, row)
+            n = min(stop - row, len(keys) // k.width)
+            score_rows(work, work_at + row - start, q, keys, n, heads)
+            row += n
 
         values = chunk * n_heads * (head_dim + 2)
         peaks = values + n_heads * head_dim
         for i in range(values, peaks):
             parts[i] = np.float32(0.0)
         for head in range(n_heads):
-            peak, total = softmax_chunk(work, work_at + head * CHUNK, n, LOWEST)
+            peak, total = softmax_chunk(work, work_at + head * CHUNK, stop - start, LOWEST)
             parts[peaks + head], parts[peaks + n_heads + head] = peak, total
 
-        for j in range(0, n, 4):  # four rows at a time: a sum is loaded and stored once for four
-            rows = min(4, n - j)
-            for head in range(0, n_heads, pair):
-                v_at = (start + j) * kv_dim + head // group * head_dim
-                p_at = work_at + head * CHUNK + j
+        row = start
+        while row < stop:
+            rows = stretch(v, row)
+            n = min(stop - row, len(rows) // v.width)
+            gather_rows(parts, values, work, work_at + row - start, rows, n, heads)
+            row += n
+
+
+@inlined
+def score_rows(scores, at, q, k, n, heads):
+    """scores[head, j] = q[head] k[j] for n rows of k; scores: (n_heads, CHUNK) from `at`."""
+    n_heads, n_kv_heads, head_dim = heads
+    group = n_heads // n_kv_heads
+    for j in range(n):
+        for kv_head in range(n_kv_heads):
+            k_at = (j * n_kv_heads + kv_head) * head_dim
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                dot = splat(np.float32(0.0))
                 for i in range(0, head_dim, LANES):
-                    total = tile_zero(1, 2)
-                    total = tile_dot(total, v, v_at + i, kv_dim, 0, work, p_at, CHUNK, rows)
-                    to = values + head * head_dim + i
-                    tile_store(parts, to, head_dim, pair, total, True)
+                    dot = fma(load(q, head * head_dim + i), load(k, k_at + i), dot)
+                scores[at + head * CHUNK + j] = lane_sum(dot)
+
+
+@inlined
+def gather_rows(out, out_at, p, at, v, n, heads):
+    """out[head] += sum over j < n of p[head, j] * v[j], in order; p: (n_heads, CHUNK) from `at`."""
+    n_heads, n_kv_heads, head_dim = heads
+    kv_dim, group = n_kv_heads * head_dim, n_heads // n_kv_heads
+    # Heads of a group whose sums are gathered together; of an odd group one, in half a tile.
+    pair = 2 - group % 2
+    for j in range(0, n, 4):  # four rows at a time: a sum is loaded and stored once for four
+        rows = min(4, n - j)
+        for head in range(0, n_heads, pair):
+            v_at = j * kv_dim + head // group * head_dim
+            p_at = at + head * CHUNK + j
+            for i in range(0, head_dim, LANES):
+                to = out_at + head * head_dim + i
+                total = tile_load(tile_zero(1, 2), out, to, head_dim, pair)
+                total = tile_dot(total, v, v_at + i, kv_dim, 0, p, p_at, CHUNK, rows)
+                tile_store(out, to, head_dim, pair, total, False)
 
 
 @kernel
@@ -160,7 +187,7 @@ def prompt_work_size(head_dim: int) -> int:
 def prompt_attention(out, q, k, v, start, n_tokens, heads, work, work_at, me):
     """out[t] = softmax(q[t] k^T) v over rows 0 to start + t, for this rank's queries.
 
-    out: Rows. q: (n_tokens, n_heads, head_dim). k, v: (start + n_tokens, n_kv_heads * head_dim).
+    out: Rows. q: (n_tokens, n_heads, head_dim). k, v: start + n_tokens rows and more.
     `work` has room for `prompt_work_size(head_dim)` from `work_at`.
     The queries of one key head are numbered t * group + head, and taken in blocks.
     """
@@ -176,7 +203,7 @@ def prompt_attention(out, q, k, v, start, n_tokens, heads, work, work_at, me):
 def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
     """Queries first to first + n of one key head against all rows that they see."""
     n_heads, n_kv_heads, head_dim = heads
-    kv_dim, group = n_kv_heads * head_dim, n_heads // n_kv_heads
+    group = n_heads // n_kv_heads
     queries = work_at  # (QUERIES, head_dim)
     sums = queries + QUERIES * head_dim  # (QUERIES, head_dim) weighted sums of values
     scores = sums + QUERIES * head_dim  # (QUERIES, CHUNK)
@@ -195,8 +222,7 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
 
     n_rows = start + (first + n - 1) // group + 1  # that the block's last query sees
     for row in range(0, n_rows, CHUNK):
-        at = row * kv_dim + kv_head * head_dim
-        copy_chunk(work, keys, values, k, v, at, kv_dim, min(CHUNK, n_rows - row), head_dim)
+        copy_chunk(work, keys, values, k, v, row, min(CHUNK, n_rows - row), kv_head, head_dim)
         # the first query that sees the chunk, from a whole tile on
         begin = max((row - start) * group - first, 0) // TILE_TOKENS * TILE_TOKENS
 
@@ -235,19 +261,31 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
 
 
 @inlined
-def copy_chunk(work, keys, values, k, v, at, kv_dim, n_rows, head_dim):
-    """K and V of one head, (n_rows, head_dim) from `at` on, as tiles read them.
+def copy_chunk(work, keys, values, k, v, row, n, kv_head, head_dim):
+    """K and V of one head in rows row to row + n, as tiles read them.
 
     Beside the rows of other heads every row is on another page, and in the same few sets of the
     cache.
     """
-    whole = n_rows // LANES * LANES
-    for j in range(0, whole, LANES):
-        for i in range(0, head_dim, LANES):
-            transpose(work, keys + j * head_dim + i * LANES, k, at + j * kv_dim + i, kv_dim)
-    for j in range(whole, n_rows):
-        for i in range(head_dim):
-            work[keys + whole * head_dim + i * LANES + j - whole] = k[at + j * kv_dim + i]
-    for j in range(n_rows):
-        for i in range(0, head_dim, LANES):
-            store(work, values + i * CHUNK + j * LANES, load(v, at + j * kv_dim + i))
+    begin = 0
+    while begin < n:  # a stretch of rows that lie one behind the other
+        some_k, some_v = stretch(k, row + begin), stretch(v, row + begin)
+        end = min(n, begin + len(some_k) // k.width)
+        at, j = kv_head * head_dim, begin
+        while j < end:
+            to = keys + j // LANES * LANES * head_dim + j % LANES
+            if j % LANES == 0 and j + LANES <= end:
+                for i in range(0, head_dim, LANES):
+                    transpose(work, to + i * LANES, some_k, at + i, k.width)
+                rows = LANES
+            else:
+                for i in range(head_dim):
+                    work[to + i * LANES] = widen(some_k[at + i])
+                rows = 1
+            at += rows * k.width
+            j += rows
+        for j in range(begin, end):
+            at = (j - begin) * v.width + kv_head * head_dim
+            for i in range(0, head_dim, LANES):
+                store(work, values + i * CHUNK + j * LANES, load(some_v, at + i))
+        begin = end

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
 
 from engine.kernels.attention import Heads, decode_attention, merge_chunks, prompt_attention
 from engine.kernels.jit import inlined, kernel
+from engine.kernels.kv import of_side, write_row
 from engine.kernels.matmul import (
     BLOCK,
     Q8,
@@ -67,6 +65,8 @@ class Scratch(NamedTuple):
     x: Rows  # (T, dim) the residual stream
     h: Inputs  # (T, dim) normed
     q: Rows  # (T, n_heads, head_dim)
+    k: Rows  # (T, n_kv_heads, head_dim)
+    v: Rows  # (T, n_kv_heads, head_dim)
     attended: Inputs  # (T, n_heads, head_dim)
     gate: Inputs  # (T, hidden_dim)
     up: Rows  # (T, hidden_dim)
@@ -74,29 +74,19 @@ class Scratch(NamedTuple):
     work: np.ndarray  # (ranks, work_size) float32, each rank's own
 
 
-@intrinsic
-def float_pointer(tc, address):
-    result = types.CPointer(types.float32)
-
-    def build(ctx, b, sig, args):
-        return b.inttoptr(args[0], ir.FloatType().as_pointer())
-
-    return result(types.uint64), build
-
-
 @kernel
-def step(me, sizes, weights, rope, kv, capacity, ids, start, is_prompt, s, logits):
+def step(me, sizes, weights, rope, kv, ids, start, is_prompt, s, logits):
     """One forward of the tokens `ids` at positions start, start + 1, ..., as rank `me` of a team.
 
-    rope: the table of rope.py. kv: (n_layers, 2) addresses of K and V, each with room for
-    `capacity` rows, the first `start` of them filled; the step writes the tokens' own behind them.
+    rope: the table of rope.py. kv: Kv, where K and V have room for start + len(ids) rows, the first
+    `start` of them filled; the step appends the tokens' own.
     Tokens of the prompt (`is_prompt`) are many, a generated one is alone. s: Scratch.
     logits: (m, padded vocab_size), receives those of the last m tokens.
     """
     n, dim, hidden_dim, eps = len(ids), sizes.dim, sizes.hidden_dim, sizes.norm_eps
     heads = Heads(sizes.n_heads, sizes.n_kv_heads, sizes.head_dim)
     q_dim, kv_dim = heads.n_heads * heads.head_dim, heads.n_kv_heads * heads.head_dim
-    x, h, q, attended, gate, up = s.x, s.h, s.q, s.attended, s.gate, s.up
+    x, h, q, k, v, attended, gate, up = s.x, s.h, s.q, s.k, s.v, s.attended, s.gate, s.up
     row, q_row, hidden_row = x.stride, attended.rows.stride, up.stride
     first, last = share(n, me)  # this rank's tokens, where an operation is shared by tokens
     work_at = me.rank * (len(s.work) // me.ranks)
@@ -105,11 +95,7 @@ def step(me, sizes, weights, rope, kv, capacity, ids, start, is_prompt, s, logit
         embed(weights.embedding, x.data, t * row, ids[t], dim)
 
     for layer in range(sizes.n_layers):
-        k_cache = carray(float_pointer(kv[layer, 0]), (capacity * kv_dim,))
-        v_cache = carray(float_pointer(kv[layer, 1]), (capacity * kv_dim,))
-        k, v = Rows(k_cache, start * kv_dim, kv_dim), Rows(v_cache, start * kv_dim, kv_dim)
-
-        # h = norm(x); q, k, v = wq h, wk h, wv h, with k and v written into their cache rows
+        # h = norm(x); q, k, v = wq h, wk h, wv h
         rmsnorm_rows(h.rows, x, weights.attention_norm, layer * row, dim, eps, first, last)
         prepare(weights.wq, h, first, last, 0, row)
         barrier(me)
@@ -118,21 +104,22 @@ def step(me, sizes, weights, rope, kv, capacity, ids, start, is_prompt, s, logit
         matmul(v, of_layer(weights.wv, layer, kv_dim, dim), h, n, False, me)
         barrier(me)
 
-        # every head of q and k normed and turned to its position, q divided by sqrt(head_dim)
+        # every head of q and k normed and turned to its position, q divided by sqrt(head_dim), and
+        # k and v appended to the cache
         norm_and_rotate(q, weights.q_norm, layer, heads.n_heads, heads, eps, rope, start, n, me)
         norm_and_rotate(k, weights.k_norm, layer, heads.n_kv_heads, heads, eps, rope, start, n, me)
         divide(q, heads, n, me)
+        keys, values = of_side(kv, layer, 0, kv_dim), of_side(kv, layer, 1, kv_dim)
+        append(keys, values, k, v, heads, start, n, me)
         barrier(me)
 
-        # x += wo attention(q, all rows of k and v so far, the tokens' own included)
+        # x += wo attention(q, all keys and values so far, the tokens' own included)
         if is_prompt:
             prompt_attention(
-                attended.rows, q.data, k_cache, v_cache, start, n, heads, s.work, work_at, me
+                attended.rows, q.data, keys, values, start, n, heads, s.work, work_at, me
             )
         else:
-            decode_attention(
-                s.parts, q.data, k_cache, v_cache, start + 1, heads, s.work, work_at, me
-            )
+            decode_attention(s.parts, q.data, keys, values, start + 1, heads, s.work, work_at, me)
             barrier(me)
             merge_chunks(attended.rows.data, s.parts, start + 1, heads, me)
         barrier(me)
@@ -185,6 +172,17 @@ def divide(q, heads, n, me):
     first, last = share(n * heads.n_heads, me)
     for i in range(first * heads.head_dim, last * heads.head_dim):
         q.data[i] *= scale
+
+
+@inlined
+def append(keys, values, k, v, heads, start, n, me):
+    """Rows start to start + n of the cache = k and v, shared as the heads of k are."""
+    head_dim = heads.head_dim
+    first, last = share(n * heads.n_kv_heads, me)
+    for i in range(first, last):
+        row, at = start + i // heads.n_kv_heads, i % heads.n_kv_heads * head_dim
+        write_row(keys, row, at, k.data, k.at + i * head_dim, head_dim)
+        write_row(values, row, at, v.data, v.at + i * head_dim, head_dim)
 
 
 @inlined

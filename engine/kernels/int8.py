@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.jit import has
 from engine.kernels.simd import (
-    F32,
+    F16,
     I8,
     I16,
     I32,
@@ -35,6 +35,7 @@ from engine.kernels.simd import (
     address,
     call,
     f32x16,
+    load_lanes,
     splatted,
 )
 from engine.kernels.tile import Tile, token_addresses
@@ -156,9 +157,8 @@ def tile_scaled(tc, total, acc, scales, at, stride, x_scales, x_at, x_stride):
         places = token_addresses(ctx, b, tile, sig.args[5], x_scales, x_at, x_stride, 1)
         tokens = [splatted(b, b.load(p)) for p in places]
         for g in range(tile.groups):
-            rows = halves_at(
-                ctx, b, sig.args[2], scales, b.add(at, b.mul(stride, ir.Constant(at.type, g)))
-            )
+            group = b.add(at, b.mul(stride, ir.Constant(at.type, g)))
+            rows = load_lanes(ctx, b, sig.args[2], scales, group)
             for t, token in enumerate(tokens):
                 i = g * tile.tokens + t
                 value = b.sitofp(b.extract_value(acc, i), V_F32)
@@ -177,31 +177,14 @@ def tile_scaled(tc, total, acc, scales, at, stride, x_scales, x_at, x_stride):
     return total(total, acc, scales, size, size, x_scales, size, size), build
 
 
-def halves_at(ctx, b, array_type, array, at):
-    """16 float16, held as uint16, widened."""
-    half = ir.VectorType(ir.HalfType(), LANES)
-    p = address(ctx, b, array_type, array, at)
-    return b.fpext(b.load(b.bitcast(p, half.as_pointer()), align=2), V_F32)
-
-
 @intrinsic
 def half(tc, value):
-    """The float16 nearest to a float32, as the uint16 of its bits."""
+    """The float16 nearest to a float32, as the int16 of its bits."""
 
     def build(ctx, b, sig, args):
-        return b.bitcast(b.fptrunc(args[0], ir.HalfType()), I16)
+        return b.bitcast(b.fptrunc(args[0], F16), I16)
 
-    return types.uint16(types.float32), build
-
-
-@intrinsic
-def from_half(tc, bits):
-    """A float16, given as the uint16 of its bits, as float32."""
-
-    def build(ctx, b, sig, args):
-        return b.fpext(b.bitcast(args[0], ir.HalfType()), F32)
-
-    return types.float32(types.uint16), build
+    return types.int16(types.float32), build
 
 
 @intrinsic

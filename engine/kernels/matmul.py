@@ -23,7 +23,6 @@ from engine.kernels.int8 import (
     STEP,
     STEP_GROUPS,
     STEP_TOKENS,
-    from_half,
     store_whole,
     tile_scaled,
     tile_start,
@@ -49,7 +48,7 @@ ALONE_GROUPS = 4
 
 
 class Floats(NamedTuple):
-    """Packed matrices one after the other, float32 or bfloat16 (as uint16)."""
+    """Packed matrices one after the other, float32 or bfloat16 (as int16)."""
 
     data: np.ndarray
 
@@ -58,7 +57,7 @@ class Q8(NamedTuple):
     """Packed Q8_0 matrices one after the other."""
 
     data: np.ndarray  # uint8
-    scales: np.ndarray  # float16 (as uint16)
+    scales: np.ndarray  # float16 (as int16)
 
 
 class Matrix(NamedTuple):
@@ -250,6 +249,6 @@ def embed_for(store, x, at, token, dim):
         for c in range(padded(dim)):
             q = store.data[first + c // STEP * STEP * LANES + lane * STEP + c % STEP]
             scale = store.scales[first // BLOCK + c // BLOCK * LANES + lane]
-            x[at + c] = np.float32(np.int32(q) - 128) * from_half(scale)
+            x[at + c] = np.float32(np.int32(q) - 128) * widen(scale)
 
     return q8 if is_q8(store) else floats

@@ -6,7 +6,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from engine.kernels.int8 import STEP, from_half, half
+from engine.kernels.int8 import STEP, half
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.matmul import BLOCK, padded
 from engine.kernels.simd import I16, I32, LANES, widen
@@ -86,5 +86,5 @@ def quantize_rows(out, scales, at, rows):
                     i = group + (start + c // STEP * STEP) * LANES + r * STEP + c % STEP
                     out[i] = np.uint8(np.int32(q) + 128)
                 scales[(group + start * LANES) // BLOCK + r] = half(d)
-                finite &= is_finite(from_half(half(d)))
+                finite &= is_finite(widen(half(d)))
     return finite

@@ -5,7 +5,8 @@ Numba type whose value is an LLVM vector of 16 floats: one register with AVX-512
 four with NEON. The lanes, and so the results, are the same.
 
 Arrays are flat. `at` is an index into one; loads and stores need no alignment. A float32 array
-loads as it is, a uint16 array holds bfloat16 and is widened.
+loads as it is; Numba has no narrower floats, so a uint16 array holds bfloat16 and an int16 array
+float16, and both are widened.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from numba.extending import intrinsic, models, overload, register_model
 from engine.kernels.jit import inlined
 
 LANES = 16
-F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
-V_F32, V_I16, V_I32 = (ir.VectorType(t, LANES) for t in (F32, I16, I32))
+F16, F32, I8, I16, I32, I64 = ir.HalfType(), ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
+V_F16, V_F32, V_I16, V_I32 = (ir.VectorType(t, LANES) for t in (F16, F32, I16, I32))
 
 
 class F32x16(types.Type):
@@ -44,7 +45,9 @@ def is_floats(t) -> bool:
 
 
 def is_loadable(t) -> bool:
-    return is_floats(t) or (isinstance(t, types.Array) and t.dtype == types.uint16)
+    return is_floats(t) or (
+        isinstance(t, types.Array) and t.dtype in (types.uint16, types.int16) and t.ndim == 1
+    )
 
 
 def call(b, name, result, *args):
@@ -75,6 +78,8 @@ def load_lanes(ctx, b, array_type, array, at):
     pointer = address(ctx, b, array_type, array, at)
     if array_type.dtype == types.float32:
         return b.load(b.bitcast(pointer, V_F32.as_pointer()), align=4)
+    if array_type.dtype == types.int16:
+        return b.fpext(b.load(b.bitcast(pointer, V_F16.as_pointer()), align=2), V_F32)
     bits = b.zext(b.load(b.bitcast(pointer, V_I16.as_pointer()), align=2), V_I32)
     return b.bitcast(b.shl(bits, ir.Constant(V_I32, [16] * LANES)), V_F32)
 
@@ -90,11 +95,13 @@ def load(tc, array, at):
 
 @intrinsic
 def widen(tc, value):
-    """One weight as float32: itself, or the bfloat16 whose bits a uint16 holds."""
+    """One element as float32: itself, a uint16's bits as bfloat16, or an int16's as float16."""
 
     def build(ctx, b, sig, args):
         if sig.args[0] == types.float32:
             return args[0]
+        if sig.args[0] == types.int16:
+            return b.fpext(b.bitcast(args[0], F16), F32)
         return b.bitcast(b.shl(b.zext(args[0], I32), I32(16)), F32)
 
     return types.float32(value), build
@@ -102,14 +109,17 @@ def widen(tc, value):
 
 @intrinsic
 def store(tc, array, at, value):
-    """array[at : at + 16] = value."""
+    """array[at : at + 16] = value, rounded to nearest, halves to even, where it holds float16."""
 
     def build(ctx, b, sig, args):
-        pointer = address(ctx, b, sig.args[0], args[0], args[1])
-        b.store(args[2], b.bitcast(pointer, V_F32.as_pointer()), align=4)
+        array, at, value = args
+        if sig.args[0].dtype == types.int16:
+            value = b.fptrunc(value, V_F16)
+        pointer = address(ctx, b, sig.args[0], array, at)
+        b.store(value, b.bitcast(pointer, value.type.as_pointer()), align=2)
         return ctx.get_dummy_value()
 
-    if is_floats(array) and value == f32x16:
+    if is_loadable(array) and array.dtype != types.uint16 and value == f32x16:
         return types.void(array, types.intp, f32x16), build
 
 

@@ -73,6 +73,29 @@ def tile_zero(tc, groups, tokens):
 
 
 @intrinsic
+def tile_load(tc, zero, array, at, stride, valid):
+    """A tile of the shape of `zero`: array[at + t * stride + 16 g : + 16] for tokens t below
+    `valid`, and for the rest what the last of those has."""
+
+    def build(ctx, b, sig, args):
+        total, array, at, stride, valid = args
+        tile, last = sig.args[0], b.sub(valid, ir.Constant(valid.type, 1))
+        for t in range(tile.tokens):
+            token = ir.Constant(valid.type, t)
+            token = b.select(b.icmp_signed("<", token, last), token, last)
+            start = b.add(at, b.mul(stride, token))
+            for g in range(tile.groups):
+                index = b.add(start, ir.Constant(at.type, LANES * g))
+                value = load_lanes(ctx, b, sig.args[1], array, index)
+                total = b.insert_value(total, value, g * tile.tokens + t)
+        return total
+
+    if isinstance(zero, Tile) and is_floats(array):
+        size = types.intp
+        return zero(zero, array, size, size, size), build
+
+
+@intrinsic
 def tile_fma(tc, total, w, w_at, w_stride, x, x_at, x_stride):
     """total[g, t] += w[w_at + g * w_stride : + 16] * x[x_at + t * x_stride]."""
 

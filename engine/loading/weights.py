@@ -87,7 +87,7 @@ def load_weights(checkpoint: Checkpoint, config: ModelConfig, kind: str, threads
         data = memory.empty(len(names) * size, dtype)
         store = Floats(data)
         if kind == "q8_0":
-            store = Q8(data, memory.empty(len(data) // BLOCK, np.uint16))
+            store = Q8(data, memory.empty(len(data) // BLOCK, np.int16))
         matrices.extend((name, store, i * size) for i, name in enumerate(names))
         return store
 
