@@ -6,11 +6,12 @@ layer alone would stay in the processor's cache and show the cache's speed.
 
 from __future__ import annotations
 
-from engine.kernels.attention import decode_attention, merge_chunks, prompt_attention
+from engine.kernels.decode_attention import decode_attention, merge_chunks
 from engine.kernels.forward import norm_and_rotate
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.kv import of_side
 from engine.kernels.matmul import matmul, of_layer, quantize
+from engine.kernels.prompt_attention import prompt_attention
 from engine.kernels.rmsnorm import rmsnorm_rows
 from engine.kernels.team import barrier, share
 

@@ -13,9 +13,11 @@ from benchmarks.shapes import QWEN3_0_6B
 from engine import SamplingParams, memory
 from engine.cache import BasicKvCache, BlockPool, KvCache, PagedKvCache
 from engine.config import ModelConfig
-from engine.kernels.attention import Heads, decode_work_size, parts_size, prompt_work_size
+from engine.kernels.attention import Heads
+from engine.kernels.decode_attention import decode_work_size, parts_size
 from engine.kernels.int8 import Q_TYPE
 from engine.kernels.matmul import BLOCK, Q8, Floats, Inputs, Rows, padded, rows_for
+from engine.kernels.prompt_attention import prompt_work_size
 from engine.kernels.rope import rope_table
 from engine.loading.weights import KINDS
 from engine.sampler import Sampler

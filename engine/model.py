@@ -16,10 +16,11 @@ import numpy as np
 from engine import memory
 from engine.cache import KV_DTYPES, BasicKvCache, KvCache
 from engine.config import ModelConfig
-from engine.kernels.attention import decode_work_size, parts_size, prompt_work_size
+from engine.kernels.decode_attention import decode_work_size, parts_size
 from engine.kernels.forward import Scratch, Sizes, Weights, step
 from engine.kernels.int8 import Q_TYPE
 from engine.kernels.matmul import BLOCK, Q8, Inputs, Rows, padded, rows_for
+from engine.kernels.prompt_attention import prompt_work_size
 from engine.kernels.rope import rope_table
 from engine.kernels.team import Rank, break_team, new_flags
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.kernels.attention import (
-    CHUNK,
-    Heads,
+from engine.kernels.attention import CHUNK, Heads
+from engine.kernels.decode_attention import (
     decode_attention,
     decode_work_size,
     merge_chunks,
     parts_size,
-    prompt_attention,
-    prompt_work_size,
 )
 from engine.kernels.kv import KvRows
 from engine.kernels.matmul import Rows
+from engine.kernels.prompt_attention import prompt_attention, prompt_work_size
 from engine.kernels.team import Rank, new_flags
 
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 400)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.attention import Heads, decode_attention, merge_chunks, prompt_attention
+from engine.kernels.attention import Heads
+from engine.kernels.decode_attention import decode_attention, merge_chunks
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.kv import of_side, write_row
 from engine.kernels.matmul import (
@@ -21,6 +22,7 @@ from engine.kernels.matmul import (
     padded,
     prepare,
 )
+from engine.kernels.prompt_attention import prompt_attention
 from engine.kernels.rmsnorm import rmsnorm, rmsnorm_rows
 from engine.kernels.rope import rotate
 from engine.kernels.simd import LANES, exp, load, store
@@ -70,7 +72,7 @@ class Scratch(NamedTuple):
     attended: Inputs  # (T, n_heads, head_dim)
     gate: Inputs  # (T, hidden_dim)
     up: Rows  # (T, hidden_dim)
-    parts: np.ndarray  # what a generated token's chunks gather (see attention.py)
+    parts: np.ndarray  # what a generated token's chunks gather (see decode_attention.py)
     work: np.ndarray  # (ranks, work_size) float32, each rank's own
 
 

@@ -14,8 +14,9 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from engine.kernels.jit import inlined
-from engine.kernels.simd import LANES, load, store
+from engine.kernels.simd import LANES, load, prefetch, store
 
+LINE = 64  # bytes of a cache line
 ELEMENTS = {"f32": np.float32, "f16": np.int16}  # the elements of rows, as kernels see them
 
 
@@ -65,6 +66,19 @@ def stretch(rows, row):
     address = rows.blocks[block] + rows.place + np.uint64(inside * rows.width * size)
     n = (rows.block_rows - inside) * rows.width
     return carray(pointer_to(rows.element, address), (n,))
+
+
+@inlined
+def ask_for(some, start, stop):
+    """Prefetch elements start to stop of a stretch, as far as it goes."""
+    for i in range(start, min(stop, len(some)), LINE // some.itemsize):
+        prefetch(some, i)
+
+
+@inlined
+def in_stretch(rows, row):
+    """How many rows there are from `row` to the end of its block."""
+    return rows.block_rows - row % rows.block_rows
 
 
 @inlined

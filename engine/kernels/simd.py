@@ -124,6 +124,19 @@ def store(tc, array, at, value):
 
 
 @intrinsic
+def prefetch(tc, array, at):
+    """Ask for the cache line of array[at], which need not be inside: nothing is read."""
+
+    def build(ctx, b, sig, args):
+        view = ctx.make_array(sig.args[0])(ctx, b, args[0])
+        pointer = b.bitcast(b.gep(view.data, [args[1]]), I8.as_pointer())
+        call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
+        return ctx.get_dummy_value()
+
+    return types.void(array, types.intp), build
+
+
+@intrinsic
 def splat(tc, value):
     """16 times the same float32."""
     return f32x16(types.float32), lambda ctx, b, sig, args: splatted(b, args[0])

@@ -16,12 +16,14 @@ from numba.extending import intrinsic, models, register_model
 
 from engine.kernels.jit import has, inlined
 from engine.kernels.simd import (
+    I32,
     I64,
     LANES,
     V_F32,
     V_I32,
     address,
     call,
+    folded,
     is_floats,
     is_loadable,
     load_lanes,
@@ -116,6 +118,78 @@ def tile_fma(tc, total, w, w_at, w_stride, x, x_at, x_stride):
     if isinstance(total, Tile) and is_loadable(w) and is_floats(x):
         size = types.intp
         return total(total, w, size, size, x, size, size), build
+
+
+@intrinsic
+def tile_fma_lanes(tc, total, w, w_at, w_stride, x, x_at, x_stride):
+    """total[g, t] += w[w_at + g * w_stride : + 16] * x[x_at + t * x_stride : + 16], by lanes."""
+
+    def build(ctx, b, sig, args):
+        total, w, w_at, w_stride, x, x_at, x_stride = args
+        tile = sig.args[0]
+
+        def vectors(array_type, array, at, stride, n):
+            starts = (b.add(at, b.mul(stride, ir.Constant(at.type, i))) for i in range(n))
+            return [load_lanes(ctx, b, array_type, array, start) for start in starts]
+
+        tokens = vectors(sig.args[4], x, x_at, x_stride, tile.tokens)
+        for g, rows in enumerate(vectors(sig.args[1], w, w_at, w_stride, tile.groups)):
+            for t, token in enumerate(tokens):
+                i = g * tile.tokens + t
+                part = call(b, "llvm.fma.v16f32", V_F32, rows, token, b.extract_value(total, i))
+                total = b.insert_value(total, part, i)
+        return total
+
+    if isinstance(total, Tile) and is_loadable(w) and is_floats(x):
+        size = types.intp
+        return total(total, w, size, size, x, size, size), build
+
+
+@intrinsic
+def tile_store_sums(tc, out, at, stride, total):
+    """out[at + t * stride + g] = the sum of the lanes of total[g, t]."""
+
+    def build(ctx, b, sig, args):
+        out, at, stride, total = args
+        tile = sig.args[3]
+        lanes = [
+            [b.extract_value(total, g * tile.tokens + t) for g in range(tile.groups)]
+            for t in range(tile.tokens)
+        ]
+        if tile.groups == tile.tokens == 2:
+            sums = four_folded(b, *lanes[0], *lanes[1])
+        else:
+            sums = [[folded(b, vector, b.fadd) for vector in some] for some in lanes]
+        for t, some in enumerate(sums):
+            index = b.add(at, b.mul(stride, ir.Constant(at.type, t)))
+            start = address(ctx, b, sig.args[0], out, index, tile.groups)
+            for g, value in enumerate(some):
+                b.store(value, b.gep(start, [I64(g)]))
+        return ctx.get_dummy_value()
+
+    if is_floats(out) and isinstance(total, Tile):
+        size = types.intp
+        return types.void(out, size, size, total), build
+
+
+def four_folded(b, a0, a1, b0, b1):
+    """((sum a0, sum a1), (sum b0, sum b1)), each the tree of `folded`, all four in half the steps.
+
+    A step adds the halves of two vectors and puts the results side by side.
+    """
+
+    def halves(x, y, low, high):
+        low, high = (ir.Constant(ir.VectorType(I32, len(m)), m) for m in (low, high))
+        return b.fadd(b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high))
+
+    first, second = [*range(8)], [*range(8, 16)]
+    a0, a1, b0, b1 = (halves(x, x, first, second) for x in (a0, a1, b0, b1))
+    quads = [*range(4), *range(8, 12)], [*range(4, 8), *range(12, 16)]
+    x, y = halves(a0, b0, *quads), halves(a1, b1, *quads)  # 4 lanes of a, then of b
+    z = halves(x, y, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
+    z = halves(z, z, [0, 2, 4, 6], [1, 3, 5, 7])
+    found = [b.extract_element(z, I32(i)) for i in range(4)]
+    return found[:2], found[2:]
 
 
 @intrinsic
