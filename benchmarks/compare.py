@@ -22,7 +22,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks import one
+from benchmarks import one, readme
 from benchmarks.machine import ReadBandwidth, describe
 from engine.config import ModelConfig
 from engine.llm import BUILT_IN
@@ -32,7 +32,7 @@ from engine.threads import default_threads
 REPO = Path(__file__).resolve().parent.parent
 PACKAGES = {"llama.cpp": "llama_cpp", "openvino": "openvino_genai", "transformers": "transformers"}
 CONVERTED = {"llama.cpp": one.GGUF, "openvino": one.OPENVINO}  # a suffix of the checkpoint's name
-START, END = "<!-- compare -->", "<!-- /compare -->"
+MARK = "compare"  # of the table in a text (see readme.py)
 HEAD = (
     "prompt", "engine", "prefill tok/s", "decode tok/s", "peak MB",
     "prefill, to the best other", "decode, to the best other", "decode, of the memory's limit",
@@ -49,10 +49,10 @@ def main(argv: list[str] | None = None) -> dict:
     ap.add_argument("--threads", type=int, default=default_threads())
     ap.add_argument("--rounds", type=one.at_least(1), default=3)
     ap.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="for LLM")
-    ap.add_argument("--write", type=Path, metavar="FILE", help=f"replace what {START} marks there")
+    ap.add_argument("--write", type=Path, metavar="FILE", help="replace the table there")
     args = ap.parse_args(argv)
-    if args.write and not marked(args.write.read_text(encoding="utf-8")):
-        ap.error(f"{args.write} has no {START} ... {END}")
+    if args.write and not readme.is_marked(args.write, MARK):
+        ap.error(f"{args.write} has no {' ... '.join(readme.marks(MARK))}")
     checkpoint = BUILT_IN if args.model is None else Path(resolve(args.model))
     names = present(args.engines.split(","), args.peers, checkpoint)
     prompts = fitting(map(int, args.prompts.split(",")), args.new, checkpoint)
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> dict:
     print(text)
     print(json.dumps(about | {"prompts": results}))
     if args.write:
-        write(args.write, text)
+        readme.write(args.write, MARK, text)
     return results
 
 
@@ -187,17 +187,6 @@ def markdown(results: dict[int, dict], about: dict) -> str:
             figures = [f"{v['prefill']:.1f}", f"{v['decode']:.1f}", f"{v['peak_mb']:.0f}"]
             lines.append("| " + " | ".join([f"{prompt:,}", name, *figures, *ratios, share]) + " |")
     return "\n".join(lines)
-
-
-def marked(text: str) -> bool:
-    return START in text and END in text.partition(START)[2]
-
-
-def write(file: Path, table: str) -> None:
-    """Put `table` between the marks in `file`."""
-    before, _, rest = file.read_text(encoding="utf-8").partition(START)
-    after = rest.partition(END)[2]
-    file.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.machine import ReadBandwidth, describe
 from engine import LLM
-from engine.cache import KvCache
+from engine.cache import KV_DTYPES, KvCache
 from engine.loading.weights import KINDS
 from engine.threads import default_threads
 
@@ -25,15 +25,16 @@ def main(argv: list[str] | None = None) -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--model", help="default: the built-in model")
     ap.add_argument("--weights", choices=list(KINDS), default="q8_0")
+    ap.add_argument("--kv-dtype", choices=list(KV_DTYPES), default="f32")
     ap.add_argument("--threads", type=int, default=default_threads())
     ap.add_argument("--rows", default="17,511", help="rows of context, one or more")
     ap.add_argument("--steps", type=int, default=24, help="steps in a round")
     ap.add_argument("--rounds", type=int, default=5)
     args = ap.parse_args(argv)
-    llm = LLM(args.model, weights=args.weights, threads=args.threads)
+    llm = LLM(args.model, weights=args.weights, kv_dtype=args.kv_dtype, threads=args.threads)
     memory = ReadBandwidth(args.threads)
     result = {}
-    print(f"{describe()}, {args.threads} threads, weights {args.weights}")
+    print(f"{describe()}, {args.threads} threads, weights {args.weights}, K and V {args.kv_dtype}")
     print(f"{'rows':>6} {'tok/s':>8} {'GB/s':>7} {'of the read bandwidth':>22}")
     for rows in map(int, args.rows.split(",")):
         steps, bandwidth = [], []
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def time_steps(llm: LLM, rows: int, n: int) -> list[float]:
     """Seconds of `n` decode steps after `rows` rows that hold data."""
-    model, cache, rng = llm._model, filled_cache(llm, rows), np.random.default_rng(rows)
+    model, cache, rng = llm._model, filled(llm.new_cache(), rows), np.random.default_rng(rows)
     logits, took = model.new_logits(1), []
     for token in rng.integers(0, llm.config.vocab_size, n):
         start = time.perf_counter()
@@ -60,11 +61,11 @@ def time_steps(llm: LLM, rows: int, n: int) -> list[float]:
     return took
 
 
-def filled_cache(llm: LLM, rows: int) -> KvCache:
-    """A cache of `rows` rows that hold data: pages never written would be read from cache."""
-    cache, rng = llm.new_cache(), np.random.default_rng(rows)
-    for layer in range(llm.config.n_layers):
-        k = rng.standard_normal((rows, llm.config.kv_dim), dtype=np.float32)
+def filled(cache: KvCache, rows: int) -> KvCache:
+    """`cache` with `rows` rows that hold data: pages never written would be read from cache."""
+    rng = np.random.default_rng(rows)
+    for layer in range(cache.num_layers()):
+        k = rng.standard_normal((rows, cache.kv_dim), dtype=np.float32)
         cache.set_prefill(layer, k, k)
     return cache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.decode import filled_cache
+from benchmarks.decode import filled
 
 STEPS = 24
 
@@ -20,7 +20,7 @@ def test_decode(measure, llm, rows):
     """
     if rows + STEPS > llm.context:
         pytest.skip(f"the model's context is {llm.context}")
-    cache, logits = filled_cache(llm, rows), llm._model.new_logits(1)
+    cache, logits = filled(llm.new_cache(), rows), llm._model.new_logits(1)
     rng = np.random.default_rng(rows)
 
     def step(token):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import compare, decode, gate, one, perplexity, runs, shapes
+from benchmarks import caches, compare, decode, gate, one, perplexity, runs, shapes
 from benchmarks.machine import Arithmetic
 from engine import LLM
 from engine.llm import BUILT_IN
@@ -47,6 +47,26 @@ def test_a_random_checkpoint_is_served(tmp_path):
 def test_decode(capsys):
     decode.main(["--rows", "3", "--steps", "2", "--rounds", "1", "--threads", "1"])
     assert last_json(capsys.readouterr().out)["3"]["tokens_per_second"] > 0
+
+
+def test_caches(tmp_path, capsys):
+    """Copies estimated instead of counted; a cache left out of the table; a picture of nothing."""
+    file, picture = tmp_path / "README.md", tmp_path / "steps.png"
+    file.write_text("before\n<!-- caches -->\nold\n<!-- /caches -->\nafter\n")
+    command = ["--prompts", "5", "--caches", "concat,basic,paged,basic-f16", "--write", str(file)]
+    if importlib.util.find_spec("matplotlib"):
+        command += ["--picture", str(picture)]
+    caches.main([*command, "--new", "4", "--rounds", "1", "--threads", "1"])
+    out = capsys.readouterr().out
+    found, row = last_json(out)["prompts"]["5"], 4 * 2 * 256 * 4  # layers, K and V, kv_dim, bytes
+    assert found["concat"]["read"] == found["concat"]["grow"] == row * (5 + 6 + 7) / 3
+    assert found["basic"]["read"] == found["basic"]["grow"] == found["paged"]["read"] == 0
+    assert found["basic"]["append"] == row and found["basic-f16"]["append"] == row / 2
+    assert found["basic"]["to_concat"] > 0 and out.count("per_forward_ms: min") == 4
+    text = file.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "| 5 | paged |" in text
+    if "--picture" in command:
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_perplexity(tmp_path, capsys):
