@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from itertools import product
 from pathlib import Path
-
-import numpy as np
-from tqdm import tqdm
 
 from engine import LLM
 from engine.cache import KV_DTYPES
 from engine.loading.weights import KINDS
-
-PIECE = 64  # tokens whose logits are held at a time
+from engine.perplexity import PIECE, perplexity
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -41,34 +36,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         print(f"{name:>9} {result[name]:.6f} {result[name] / first - 1:+.4%}")
     print(json.dumps(result))
     return result
-
-
-def perplexity(llm: LLM, ids: list[int], window: int) -> float:
-    """e to the mean negative log-likelihood of `ids`."""
-    total, count = 0.0, 0
-    starts = range(0, len(ids) - 1, window)
-    for start in tqdm(starts, desc="windows", disable=None, leave=False):
-        piece = np.array(ids[start : start + window])
-        if len(piece) > 1:
-            total += negative_log_likelihood(llm, piece)
-            count += len(piece) - 1
-    return math.exp(total / count)
-
-
-def negative_log_likelihood(llm: LLM, ids: np.ndarray) -> float:
-    """Of ids[1:], each given those before it."""
-    cache = llm.new_cache()
-    total = 0.0
-    for start in range(0, len(ids), PIECE):
-        piece = ids[start : start + PIECE]
-        logits = llm._model.new_logits(len(piece))
-        llm._model.forward(piece, cache, True, logits)
-        logits = logits[:, : llm.config.vocab_size].astype(np.float64)
-        after = ids[start + 1 : start + PIECE + 1]
-        peak = logits.max(axis=1, keepdims=True)
-        norm = np.log(np.exp(logits - peak).sum(axis=1)) + peak[:, 0]
-        total += (norm[: len(after)] - logits[np.arange(len(after)), after]).sum()
-    return total
 
 
 if __name__ == "__main__":
