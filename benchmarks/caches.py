@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import one, readme
-from benchmarks.machine import describe
 from engine import LLM, SamplingParams
 from engine.cache import BasicKvCache, BlockPool, ConcatKvCache, Counts, KvCache, PagedKvCache
 from engine.generate import Generation
 from engine.loading.weights import KINDS
+from engine.machine import describe
 from engine.metrics import Metrics
 from engine.session import Session
 from engine.threads import default_threads

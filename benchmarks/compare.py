@@ -23,10 +23,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks import one, readme
-from benchmarks.machine import ReadBandwidth, describe
 from engine.config import ModelConfig
 from engine.llm import BUILT_IN
 from engine.loading.hub import resolve
+from engine.machine import ReadBandwidth, describe
 from engine.threads import default_threads
 
 REPO = Path(__file__).resolve().parent.parent

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine import Arithmetic, ReadBandwidth, describe
 from benchmarks.shapes import LAYERS, VOCABULARY, write_checkpoint
 from engine import LLM
 from engine.loading.hub import resolve
+from engine.machine import Arithmetic, ReadBandwidth, describe
 from engine.model import Team
 from engine.threads import check_threads, default_threads
 

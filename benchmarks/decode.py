@@ -14,10 +14,10 @@ import time
 
 import numpy as np
 
-from benchmarks.machine import ReadBandwidth, describe
 from engine import LLM
 from engine.cache import KV_DTYPES, KvCache
 from engine.loading.weights import KINDS
+from engine.machine import ReadBandwidth, describe
 from engine.threads import default_threads
 
 

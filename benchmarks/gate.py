@@ -23,10 +23,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks import one, runs
-from benchmarks.machine import describe
 from benchmarks.shapes import write_checkpoint
 from engine.llm import BUILT_IN
 from engine.loading.hub import resolve
+from engine.machine import describe
 from engine.threads import default_threads
 
 REPO = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ import statistics
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.machine import describe
+from engine.machine import describe
 
 FOLDER = Path(".benchmarks")  # pytest-benchmark's default, under the directory it is run in
 

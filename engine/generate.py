@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from tqdm import tqdm
 
 from engine.metrics import Metrics
+from engine.profiler import Profile, timed
 from engine.sampler import Sampler
 from engine.tokenizer import TextStream
 
@@ -20,6 +22,7 @@ class Completion:
     token_ids: list[int]  # an end-of-text token included
     finish_reason: str | None  # "stop": end of text; "length"; None: not finished
     metrics: Metrics
+    profile: Profile | None = None  # where one was asked for
 
 
 class Generation:
@@ -29,22 +32,24 @@ class Generation:
     continue from, so that an interrupted one loses nothing.
     """
 
-    def __init__(self, model, session, params, limit, eos_ids, stream, metrics):
+    def __init__(self, model, session, params, limit, eos_ids, stream, metrics, profile=None):
         """`session`: ids, the last of them without rows in its cache. `limit`: tokens to follow at
-        most. `stream`: a TextStream, or None for ids only."""
+        most. `stream`: a TextStream, or None for ids only. `profile`: is filled."""
         self._model, self.session, self.params = model, session, params
         self._eos_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_ids
         self._limit = limit
         self._stream: TextStream | None = stream
         self._text, self._token_ids, self._finish_reason = "", [], None
         self._metrics: Metrics = metrics
+        self.profile: Profile | None = profile
         metrics.prompt_tokens, metrics.cached_tokens = len(session.ids), session.cache.seq_len(0)
         self._tokens = self._run()
 
     @property
     def completion(self) -> Completion:
         text = None if self._stream is None else self._text
-        return Completion(text, list(self._token_ids), self._finish_reason, self._metrics)
+        done = list(self._token_ids), self._finish_reason
+        return Completion(text, *done, self._metrics, self.profile)
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text, whole characters only; joined they are the completion's text.
@@ -53,7 +58,9 @@ class Generation:
         """
         assert self._stream is not None, "text needs a tokenizer"
         for token in self._tokens:
-            if piece := self._stream.push(token):
+            with timed(self.profile, "text"):
+                piece = self._stream.push(token)
+            if piece:
                 self._text += piece
                 yield piece
         if piece := self._stream.flush():
@@ -75,9 +82,12 @@ class Generation:
         while True:
             self._metrics.forward_took(since)
             known = logits[0, : self._model.config.vocab_size]
-            if not np.isfinite([known.min(), known.max()]).all():
-                raise ValueError("the logits are not finite: the model's weights overflow float32")
-            token = sample(logits[0])
+            with timed(self.profile, "sample"):
+                if not np.isfinite([known.min(), known.max()]).all():
+                    raise ValueError("the logits are not finite: the model overflows float32")
+                token = sample(logits[0])
+            if self.profile:
+                self.profile.steps[-1].token_id = token
             self._metrics.token_came()
             self._token_ids.append(token)
             self.session.ids.append(token)
@@ -89,7 +99,7 @@ class Generation:
             if self._finish_reason:
                 return
             since = self._metrics.now()
-            self._model.forward(np.array([token]), self.session.cache, False, logits)
+            self._forward(np.array([token]), False, logits)
 
     def _prefill(self, logits: np.ndarray) -> None:
         """Every id without rows: a prompt's in chunks, generated ones as they were, one by one.
@@ -98,9 +108,18 @@ class Generation:
         """
         ids, n_prompt = np.array(self.session.ids, np.int64), self.session.n_prompt
         cache, size = self.session.cache, self._model.max_tokens
-        cache.reserve(len(ids) - cache.seq_len(0))
-        while (start := cache.seq_len(0)) < len(ids):
-            is_prompt = start < n_prompt
-            stop = min(start + size, n_prompt) if is_prompt else start + 1
-            wanted = logits if stop == len(ids) else logits[:0]
-            self._model.forward(ids[start:stop], cache, is_prompt, wanted)
+        missing = len(ids) - cache.seq_len(0)
+        cache.reserve(missing)
+        off = True if missing <= size else None  # None: shown on a terminal only
+        with tqdm(total=missing, desc="prompt", delay=2, leave=False, disable=off) as bar:
+            while (start := cache.seq_len(0)) < len(ids):
+                is_prompt = start < n_prompt
+                stop = min(start + size, n_prompt) if is_prompt else start + 1
+                self._forward(ids[start:stop], is_prompt, logits[: stop == len(ids)])
+                bar.update(stop - start)
+
+    def _forward(self, ids: np.ndarray, is_prompt: bool, logits: np.ndarray) -> None:
+        cache = self.session.cache
+        if self.profile:
+            self.profile.begin(is_prompt, len(ids), len(logits), cache)
+        self._model.forward(ids, cache, is_prompt, logits, self.profile)

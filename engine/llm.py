@@ -30,6 +30,7 @@ from engine.loading.hub import resolve
 from engine.loading.weights import KINDS, load_float32, load_weights
 from engine.metrics import Metrics
 from engine.model import SimdModel
+from engine.profiler import Profile
 from engine.reference import NumpyModel
 from engine.sampler import Sampler, SamplingParams
 from engine.session import Session
@@ -136,29 +137,32 @@ class LLM:
         prompt: Prompt | Sequence[Prompt] | None,
         params: SamplingParams | None = None,
         session: Session | None = None,
+        profile: bool = False,
     ) -> Completion | list[Completion]:
         """Continue a prompt (text or token ids), or each of a list of them.
 
         With a `session`, only what it does not hold of the prompt is computed, and it holds prompt
-        and answer afterwards; without a prompt its own tokens are continued.
+        and answer afterwards; without a prompt its own tokens are continued. With `profile`, the
+        completion's `profile` says what each step spent its time on (profiler.py).
         """
         if prompt is not None and is_many(prompt):
             if session is not None:
                 raise ValueError(f"{len(prompt)} prompts cannot share a session; give them singly")
             prompts = [self._ids_of(one) for one in prompt]  # all of them before any work
-            return [self._finish(self._start(one, params)) for one in prompts]
-        return self._finish(self._start(prompt, params, session))
+            return [self._finish(self._start(one, params, None, profile)) for one in prompts]
+        return self._finish(self._start(prompt, params, session, profile))
 
     def stream(
         self,
         prompt: Prompt | None,
         params: SamplingParams | None = None,
         session: Session | None = None,
+        profile: bool = False,
     ) -> Generation:
         """As `generate`, one prompt: iterate over pieces of text, whole characters only."""
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer.json: text needs one, ids do not")
-        return self._start(prompt, params, session)
+        return self._start(prompt, params, session, profile)
 
     def new_session(self) -> Session:
         """An empty one, for `generate` or `stream` to fill."""
@@ -218,6 +222,7 @@ class LLM:
         prompt: Prompt | None,
         params: SamplingParams | None,
         session: Session | None = None,
+        profile: bool = False,
     ) -> Generation:
         metrics = Metrics()
         params = SamplingParams() if params is None else params
@@ -241,7 +246,10 @@ class LLM:
         else:
             session.turn_to(ids)
         stream = self.tokenizer.stream() if self.tokenizer else None
-        return Generation(self._model, session, params, limit, self.eos_ids, stream, metrics)
+        recorder = Profile(self._model) if profile else None
+        return Generation(
+            self._model, session, params, limit, self.eos_ids, stream, metrics, recorder
+        )
 
     def _check_session(self, session: Session | None) -> None:
         """ValueError unless a session's rows are of this model's shape and type."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
@@ -22,7 +23,8 @@ from engine.kernels.int8 import Q_TYPE
 from engine.kernels.matmul import BLOCK, Q8, Inputs, Rows, padded, rows_for
 from engine.kernels.prompt_attention import prompt_work_size
 from engine.kernels.rope import rope_table
-from engine.kernels.team import Rank, break_team, new_flags
+from engine.kernels.team import NO_CLOCK, Rank, break_team, new_flags
+from engine.profiler import NOTHING, Profile, timed
 
 
 class SimdModel:
@@ -86,11 +88,18 @@ class SimdModel:
         width = padded(self.config.vocab_size)
         return memory.zeros(n * width).reshape(n, width)
 
-    def forward(self, ids: np.ndarray, cache: KvCache, is_prompt: bool, logits: np.ndarray) -> None:
+    def forward(
+        self,
+        ids: np.ndarray,
+        cache: KvCache,
+        is_prompt: bool,
+        logits: np.ndarray,
+        profile: Profile | None = None,
+    ) -> None:
         """Run `ids`, (T,) int64, behind the rows of `cache`, and append their rows to it.
 
-        `logits`, of `new_logits`, receives those of the last len(logits) tokens. If the step
-        fails, the cache is as it was.
+        `logits`, of `new_logits`, receives those of the last len(logits) tokens; `profile`, what
+        the step spent its time on. If the step fails, the cache is as it was.
         """
         assert 0 < len(ids) <= self.max_tokens and len(logits) <= len(ids), (len(ids), len(logits))
         assert is_prompt or len(ids) == 1, "generated tokens come one at a time"
@@ -98,10 +107,14 @@ class SimdModel:
         if os.getpid() != self._pid:  # a fork copies the lock, held or not, and no threads
             self._lock, self.team, self._pid = threading.Lock(), Team(self.threads), os.getpid()
         with self._lock:
-            cache.reserve(len(ids))
+            with timed(profile, cache.parts[0], cache):
+                cache.reserve(len(ids))
             self._make_room(cache.capacity)
-            self.team.run(step, *self._arguments(ids, cache, is_prompt, logits))
-            cache.commit(len(ids))
+            with profile.kernel(self.threads) if profile else NOTHING as clocks:
+                arguments = self._arguments(ids, cache, is_prompt, logits)
+                self.team.run(step, *arguments, clocks=clocks)
+            with timed(profile, cache.parts[1], cache):
+                cache.commit(len(ids))
 
     def bytes_per_token(self, n_rows: int) -> int:
         """Bytes that a decode step reads with `n_rows` rows in the cache: its lower bound."""
@@ -113,6 +126,37 @@ class SimdModel:
         ):  # then the embedding is not read as the head, and one row is not much
             weights -= sum(a.nbytes for a in self.weights.embedding)
         return weights + rows
+
+    def work(
+        self, n_tokens: int, start: int, n_logits: int, row_bytes: int
+    ) -> dict[str, tuple[int, int]]:
+        """For operations of a step: bytes it has to read from memory, arithmetic operations.
+
+        `row_bytes`: of K and V of one row in all layers.
+        """
+        c, w = self.config, self.weights
+        matrices = {
+            "matmul q": (w.wq, c.q_dim * c.dim),
+            "matmul k": (w.wk, c.kv_dim * c.dim),
+            "matmul v": (w.wv, c.kv_dim * c.dim),
+            "matmul out": (w.wo, c.dim * c.q_dim),
+            "matmul gate": (w.w_gate, c.hidden_dim * c.dim),
+            "matmul up": (w.w_up, c.hidden_dim * c.dim),
+            "matmul down": (w.w_down, c.dim * c.hidden_dim),
+        }
+        found = {
+            name: (sum(a.nbytes for a in store), 2 * c.n_layers * size * n_tokens)
+            for name, (store, size) in matrices.items()
+        }
+        if n_logits:
+            head = sum(a.nbytes for a in w.head)
+            found["head"] = head, 2 * c.vocab_size * c.dim * n_logits
+        seen = n_tokens * start + n_tokens * (n_tokens + 1) // 2  # rows, summed over the tokens
+        found["attention"] = (
+            (start + n_tokens) * row_bytes,
+            4 * c.n_layers * c.q_dim * seen,
+        )
+        return found
 
     def arrays(self) -> list[np.ndarray]:
         """Every array of the weights, once."""
@@ -148,18 +192,20 @@ class Team:
         self.ranks, self.flags = ranks, new_flags(ranks)
         self._pool = self._new_pool()
 
-    def run(self, function, *args) -> None:
+    def run(self, function, *args, clocks: Sequence[np.ndarray] | None = None) -> None:
         """function(rank, *args) on every rank; returns when all are done, raises what one raised.
 
-        Whatever happens to one rank, an interrupt included, no other is left waiting for it.
+        `clocks`: a rank each, which then leaves its times there (kernels/clock.py). Whatever
+        happens to one rank, an interrupt included, no other is left waiting for it.
         """
         others: list[Future] = []
+        clocks = clocks or [NO_CLOCK] * self.ranks
         try:
             for rank in range(1, self.ranks):
                 # the flags are those of now: a task left in a broken pool cannot join a later step
-                me = Rank(rank, self.ranks, self.flags)
+                me = Rank(rank, self.ranks, self.flags, clocks[rank])
                 others.append(self._pool.submit(self._run_rank, me, function, args))
-            function(Rank(0, self.ranks, self.flags), *args)
+            function(Rank(0, self.ranks, self.flags, clocks[0]), *args)
             for other in others:
                 other.result()
         except BaseException:

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.cache import KvCache
 from engine.config import ModelConfig
+from engine.profiler import Profile, timed
 
 
 class NumpyModel:
@@ -29,9 +30,17 @@ class NumpyModel:
         """Every array of the weights."""
         return [np.ascontiguousarray(self.tensors[name]) for name in sorted(self.tensors)]
 
-    def forward(self, ids: np.ndarray, cache: KvCache, is_prompt: bool, logits: np.ndarray) -> None:
+    def forward(
+        self,
+        ids: np.ndarray,
+        cache: KvCache,
+        is_prompt: bool,
+        logits: np.ndarray,
+        profile: Profile | None = None,
+    ) -> None:
         """Run `ids` behind the rows of `cache`, append theirs, and give the last logits."""
-        all_logits, rows = forward(self.config, self.tensors, ids, cache, len(logits))
+        with timed(profile, "forward"):
+            all_logits, rows = forward(self.config, self.tensors, ids, cache, len(logits))
         for layer, (k, v) in enumerate(rows):
             if cache.seq_len(layer):
                 for k_row, v_row in zip(k, v, strict=True):

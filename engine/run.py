@@ -15,7 +15,9 @@ if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no 
 from engine.cache import KV_DTYPES  # noqa: E402
 from engine.llm import BACKENDS, KV_CACHES, LLM  # noqa: E402
 from engine.loading.weights import KINDS  # noqa: E402
+from engine.machine import bounds  # noqa: E402
 from engine.sampler import SamplingParams  # noqa: E402
+from engine.trace import write_steps, write_trace  # noqa: E402
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
 
@@ -82,6 +84,9 @@ def parser() -> Parser:
     option("--load-cache", Path, "F", None, "continue from F, or reuse what PROMPT shares with it")
     option("--threads", int, "N", None, "threads to compute with (default: one a core)")
     option("--context", int, "N", None, "most tokens, prompt and text (default: the model's)")
+    ap.add_argument("--profile", action="store_true", help="show what the time went into")
+    option("--trace", Path, "F", None, "write a Chrome trace of the run to F")
+    option("--steps", Path, "F", None, "write a CSV table to F, a row a step")
     ap.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return ap
 
@@ -116,8 +121,10 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
     )
     prompt = prompt_of(args)
-    if args.save_cache and not args.save_cache.parent.is_dir():  # said before any work
-        raise ValueError(f"--save-cache: {args.save_cache.parent} is not a directory")
+    for name in ("save_cache", "trace", "steps"):  # said before any work
+        path = getattr(args, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"--{name.replace('_', '-')}: {path} is not a file in a directory")
     llm = LLM(
         args.model,
         weights=args.weights,
@@ -130,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
     )
     session = llm.load_cache(args.load_cache) if args.load_cache else llm.new_session()
-    generation = llm.stream(prompt, params, session)
+    wanted = args.profile or args.trace is not None or args.steps is not None
+    generation = llm.stream(prompt, params, session, wanted)
     status = 0
     try:
         for piece in generation:
@@ -139,6 +147,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         status = INTERRUPTED
     done = generation.completion
+    if args.profile:
+        done.profile.bounds = bounds(
+            llm.settings["threads"], "int8" if llm.settings["int8"] else "f32"
+        )
     if args.json:
         result = {
             "text": done.text,
@@ -147,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
             "metrics": done.metrics.as_dict(),
             "settings": llm.settings | vars(generation.params),
         }
+        if args.profile:
+            result["profile"] = done.profile.as_dict()
         print(json.dumps(result), flush=True)
     else:
         print(flush=True)
@@ -154,6 +168,12 @@ def run(args: argparse.Namespace) -> int:
     if args.load_cache and not args.json:
         m = done.metrics
         print(f"reused {m.cached_tokens} of {m.prompt_tokens} tokens", file=sys.stderr)
+    if args.profile and not args.json:
+        print(f"\n{done.profile.table()}", file=sys.stderr)
+    if args.trace:
+        write_trace(done.profile, args.trace)
+    if args.steps:
+        write_steps(done.profile, args.steps)
     if args.save_cache:
         llm.save_cache(session, args.save_cache)
     return status

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from benchmarks import caches, compare, decode, gate, one, perplexity, runs, shapes
-from benchmarks.machine import Arithmetic
 from engine import LLM
 from engine.llm import BUILT_IN
+from engine.machine import Arithmetic
 
 REPO = Path(__file__).resolve().parent.parent
 

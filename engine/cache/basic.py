@@ -24,6 +24,8 @@ class BasicKvCache:
     commits nothing and so leaves the cache as it was.
     """
 
+    parts = "reserve", "commit"  # as they are called in a profile
+
     def __init__(self, n_layers: int, kv_dim: int, dtype: str = "f32"):
         """dtype: "f32", or "f16" for half the bytes."""
         self.kv_dim, self.dtype = kv_dim, kv_dtype_of(dtype)

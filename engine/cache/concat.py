@@ -21,6 +21,7 @@ class ConcatKvCache:
     """
 
     dtype = np.float32
+    parts = "materialize", "concat_dim0"  # what reserve and commit are, in a profile
 
     def __init__(self, n_layers: int, kv_dim: int):
         self.kv_dim = kv_dim

@@ -139,6 +139,8 @@ class PagedKvCache:
     It has the methods of BasicKvCache, but lends no view: a layer's rows are not one array.
     """
 
+    parts = "reserve", "commit"  # as they are called in a profile
+
     def __init__(self, pool: BlockPool):
         self.pool, self.kv_dim, self.dtype = pool, pool.kv_dim, pool.dtype
         self.block_table: list[int] = []  # numbers of the blocks that hold its rows, in order

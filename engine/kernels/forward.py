@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.kernels import clock
 from engine.kernels.attention import Heads
+from engine.kernels.clock import lap
 from engine.kernels.decode_attention import decode_attention, merge_chunks
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.kv import of_side, write_row
@@ -93,17 +95,24 @@ def step(me, sizes, weights, rope, kv, ids, start, is_prompt, s, logits):
     first, last = share(n, me)  # this rank's tokens, where an operation is shared by tokens
     work_at = me.rank * (len(s.work) // me.ranks)
 
+    lap(me, clock.START)
     for t in range(first, last):
         embed(weights.embedding, x.data, t * row, ids[t], dim)
+    lap(me, clock.EMBED)
 
     for layer in range(sizes.n_layers):
         # h = norm(x); q, k, v = wq h, wk h, wv h
         rmsnorm_rows(h.rows, x, weights.attention_norm, layer * row, dim, eps, first, last)
+        lap(me, clock.RMSNORM)
         prepare(weights.wq, h, first, last, 0, row)
+        lap(me, clock.QUANTIZE)
         barrier(me)
         matmul(q, of_layer(weights.wq, layer, q_dim, dim), h, n, False, me)
+        lap(me, clock.MATMUL_Q)
         matmul(k, of_layer(weights.wk, layer, kv_dim, dim), h, n, False, me)
+        lap(me, clock.MATMUL_K)
         matmul(v, of_layer(weights.wv, layer, kv_dim, dim), h, n, False, me)
+        lap(me, clock.MATMUL_V)
         barrier(me)
 
         # every head of q and k normed and turned to its position, q divided by sqrt(head_dim), and
@@ -111,8 +120,10 @@ def step(me, sizes, weights, rope, kv, ids, start, is_prompt, s, logits):
         norm_and_rotate(q, weights.q_norm, layer, heads.n_heads, heads, eps, rope, start, n, me)
         norm_and_rotate(k, weights.k_norm, layer, heads.n_kv_heads, heads, eps, rope, start, n, me)
         divide(q, heads, n, me)
+        lap(me, clock.NORM_AND_ROPE)
         keys, values = of_side(kv, layer, 0, kv_dim), of_side(kv, layer, 1, kv_dim)
         append(keys, values, k, v, heads, start, n, me)
+        lap(me, clock.APPEND)
         barrier(me)
 
         # x += wo attention(q, all keys and values so far, the tokens' own included)
@@ -120,27 +131,39 @@ def step(me, sizes, weights, rope, kv, ids, start, is_prompt, s, logits):
             prompt_attention(
                 attended.rows, q.data, keys, values, start, n, heads, s.work, work_at, me
             )
+            lap(me, clock.ATTENTION)
         else:
             decode_attention(s.parts, q.data, keys, values, start + 1, heads, s.work, work_at, me)
+            lap(me, clock.ATTENTION)
             barrier(me)
             merge_chunks(attended.rows.data, s.parts, start + 1, heads, me)
+            lap(me, clock.MERGE)
         barrier(me)
         prepare(weights.wo, attended, first, last, 0, q_row)
+        lap(me, clock.QUANTIZE)
         barrier(me)
         matmul(x, of_layer(weights.wo, layer, dim, q_dim), attended, n, True, me)
+        lap(me, clock.MATMUL_OUT)
         barrier(me)
 
         # x += w_down (silu(w_gate h) * w_up h), h = norm(x)
         rmsnorm_rows(h.rows, x, weights.mlp_norm, layer * row, dim, eps, first, last)
+        lap(me, clock.RMSNORM)
         prepare(weights.w_gate, h, first, last, 0, row)
+        lap(me, clock.QUANTIZE)
         barrier(me)
         matmul(gate.rows, of_layer(weights.w_gate, layer, hidden_dim, dim), h, n, False, me)
+        lap(me, clock.MATMUL_GATE)
         matmul(up, of_layer(weights.w_up, layer, hidden_dim, dim), h, n, False, me)
+        lap(me, clock.MATMUL_UP)
         a, z = share(hidden_row // BLOCK, me)  # the columns whose products this rank computed
         swiglu(gate.rows, up, n, a * BLOCK, z * BLOCK)
+        lap(me, clock.SWIGLU)
         prepare(weights.w_down, gate, 0, n, a * BLOCK, z * BLOCK)
+        lap(me, clock.QUANTIZE)
         barrier(me)
         matmul(x, of_layer(weights.w_down, layer, dim, hidden_dim), gate, n, True, me)
+        lap(me, clock.MATMUL_DOWN)
         barrier(me)
 
     # logits = head norm(x), of the last tokens
@@ -148,11 +171,14 @@ def step(me, sizes, weights, rope, kv, ids, start, is_prompt, s, logits):
     behind = Rows(x.data, (n - n_logits) * row, row)
     first, last = share(n_logits, me)
     rmsnorm_rows(h.rows, behind, weights.final_norm, 0, dim, eps, first, last)
+    lap(me, clock.RMSNORM)
     prepare(weights.head, h, first, last, 0, row)
+    lap(me, clock.QUANTIZE)
     barrier(me)
     head = of_layer(weights.head, 0, sizes.vocab_size, dim)
     out = Rows(logits.reshape(logits.size), 0, logits.shape[1])
     matmul(out, head, h, n_logits, False, me)
+    lap(me, clock.HEAD)
     barrier(me)
 
 

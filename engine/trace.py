@@ -1,0 +1,61 @@
+"""A profile as files: a Chrome trace (chrome://tracing, ui.perfetto.dev) and a table of steps."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+from engine.profiler import Part, Profile
+
+# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+STEPS = "steps"  # a thread of its own
+
+
+def trace(profile: Profile) -> dict:
+    """Trace events: ranks are threads, operations slices, steps frames, KV rows a counter."""
+    n_ranks = max((len(step.clocks) for step in profile.steps), default=1) or 1
+    events = [named("process_name", 0, "engine")]
+    events += [named("thread_name", rank, f"rank {rank}") for rank in range(n_ranks)]
+    events.append(named("thread_name", n_ranks, STEPS))
+    for i, step in enumerate(profile.steps):
+        about = {"tokens": step.tokens, "context": step.context, "token_id": step.token_id}
+        frame = Part(f"{step.phase} {i}", step.start, step.seconds)
+        events.append(event(frame, n_ranks, step.phase, about))
+        ranks = profile.rank_parts(step)
+        for j, part in enumerate(step.python):
+            if j != step.kernel or not ranks:
+                events.append(event(part, 0, "python"))
+        for rank, parts in enumerate(ranks):
+            events += [event(part, rank, step.phase) for part in parts]
+        rows = step.context + step.tokens
+        for name, value in (("KV rows", rows), ("KV bytes", rows * step.row_bytes)):
+            at = 1e6 * (step.start + step.seconds)
+            events.append({"name": name, "ph": "C", "pid": 1, "ts": at, "args": {name: value}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def event(part: Part, thread: int, category: str, about: dict | None = None) -> dict:
+    """A complete slice; times in microseconds."""
+    times = {"ts": 1e6 * part.start, "dur": 1e6 * max(part.seconds, 0.0)}
+    place = {"name": part.name, "cat": category, "ph": "X", "pid": 1, "tid": thread}
+    return place | times | {"args": about or {}}
+
+
+def named(what: str, thread: int, name: str) -> dict:
+    return {"name": what, "ph": "M", "pid": 1, "tid": thread, "ts": 0, "args": {"name": name}}
+
+
+def write_trace(profile: Profile, path: str | os.PathLike) -> None:
+    Path(path).write_text(json.dumps(trace(profile)), encoding="utf-8")
+
+
+def write_steps(profile: Profile, path: str | os.PathLike) -> None:
+    """One row a step."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        out = csv.writer(file)
+        out.writerow(["index", "phase", "tokens", "context", "ms", "token_id"])
+        for i, s in enumerate(profile.steps):
+            ms, token = f"{1e3 * s.seconds:.3f}", "" if s.token_id is None else s.token_id
+            out.writerow([i, s.phase, s.tokens, s.context, ms, token])
