@@ -148,7 +148,9 @@ class LLM:
         if prompt is not None and is_many(prompt):
             if session is not None:
                 raise ValueError(f"{len(prompt)} prompts cannot share a session; give them singly")
-            prompts = [self._ids_of(one) for one in prompt]  # all of them before any work
+            prompts = [self._ids_of(one) for one in prompt]
+            for ids in prompts:  # all of them before any work
+                self._limit(len(ids), checked(params))
             return [self._finish(self._start(one, params, None, profile)) for one in prompts]
         return self._finish(self._start(prompt, params, session, profile))
 
@@ -192,7 +194,13 @@ class LLM:
             logits = self._model.new_logits(len(chunk))
             self._model.forward(chunk, cache, True, logits)
             out[start : start + size] = logits[:, : self.config.vocab_size]
+        if not np.isfinite([out.min(), out.max()]).all():
+            raise ValueError("the logits are not finite: the model overflows float32")
         return out
+
+    def __repr__(self) -> str:
+        about = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        return f"LLM({about})"
 
     def _finish(self, generation: Generation) -> Completion:
         for _ in generation if self.tokenizer else generation.tokens():
@@ -225,21 +233,14 @@ class LLM:
         profile: bool = False,
     ) -> Generation:
         metrics = Metrics()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params is {params!r}; SamplingParams are needed")
+        params = checked(params)
         if params.seed is None:  # drawn here, so that every run can be told and repeated
             params = replace(params, seed=secrets.randbits(63))
         self._check_session(session)
         if prompt is None and (session is None or not session.ids):
             raise ValueError("there is neither a prompt nor a session to continue")
         ids = session.ids if prompt is None else self._ids_of(prompt)
-        if len(ids) >= self.context:
-            raise ValueError(
-                f"the prompt is {len(ids)} tokens long, the context {self.context}: "
-                "there is no room for a token to follow"
-            )
-        limit = self._limit(len(ids), params.max_tokens)
+        limit = self._limit(len(ids), params)
         session = self.new_session() if session is None else session
         if prompt is None:
             session.go_on()
@@ -265,19 +266,24 @@ class LLM:
                 f"this model needs {wanted[0]} of {wanted[1]} {wanted[2].__name__}"
             )
 
-    def _limit(self, n_prompt: int, max_tokens: int | None) -> int:
-        """The most tokens that can follow; ValueError if the pool has no room for what is asked."""
-        room = self.context - n_prompt
-        wanted = room if max_tokens is None else min(max_tokens, room)
+    def _limit(self, n_prompt: int, params: SamplingParams) -> int:
+        """The most tokens that can follow; ValueError if there is no room for what is asked."""
+        room, wanted = self.context - n_prompt, params.max_tokens
+        if room < 1:
+            raise ValueError(
+                f"the prompt is {n_prompt} tokens long, the context {self.context}: "
+                "there is no room for a token to follow"
+            )
         if self._kv_cache == "paged":
-            room = self._pool.max_rows + 1 - n_prompt  # the last token has no rows
-            if room < (1 if max_tokens is None else wanted):
+            least = 1 if wanted is None else min(wanted, room)
+            room = min(room, self._pool.max_rows + 1 - n_prompt)  # the last token has no rows
+            if room < least:
                 raise ValueError(
-                    f"{n_prompt} tokens and {wanted} to follow do not fit in the KV cache: it has "
-                    f"{self._pool.max_rows} rows, {self._pool.max_blocks} blocks of "
-                    f"{self._pool.block_rows}"
+                    f"{n_prompt} tokens and {least} to follow do not fit in the KV cache of "
+                    f"{self._pool.max_rows} rows ({self._pool.max_blocks} blocks of "
+                    f"{self._pool.block_rows})"
                 )
-        return min(wanted, room)
+        return room if wanted is None else min(wanted, room)
 
     def _ids_of(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ValueError if there are none, too many or unknown ones."""
@@ -309,6 +315,14 @@ def is_many(prompt: object) -> bool:
 
 def is_id(item: object) -> bool:
     return isinstance(item, int | np.integer) and not isinstance(item, bool)
+
+
+def checked(params: SamplingParams | None) -> SamplingParams:
+    """`params`, or the defaults; ValueError for anything else."""
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params is {params!r}; SamplingParams are needed")
+    return params
 
 
 def one_of(name: str, value: object, known) -> None:

@@ -49,6 +49,9 @@ class Metrics:
             "cached_tokens": self.cached_tokens,
         }
 
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(f'{k}={v!r}' for k, v in self.as_dict().items())})"
+
     def report(self, backend: str, kv_cache: str) -> str:
         """The report of a run, figures to three decimals; "n/a" where there is nothing to tell."""
         times = self.per_forward_ms

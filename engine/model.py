@@ -204,7 +204,7 @@ class Team:
             for rank in range(1, self.ranks):
                 # the flags are those of now: a task left in a broken pool cannot join a later step
                 me = Rank(rank, self.ranks, self.flags, clocks[rank])
-                others.append(self._pool.submit(self._run_rank, me, function, args))
+                others.append(self._submit(me, function, args))
             function(Rank(0, self.ranks, self.flags, clocks[0]), *args)
             for other in others:
                 other.result()
@@ -218,6 +218,12 @@ class Team:
                 self._pool = self._new_pool()
             self.flags = new_flags(self.ranks)
             raise
+
+    def _submit(self, me: Rank, function, args) -> Future:
+        try:
+            return self._pool.submit(self._run_rank, me, function, args)
+        except RuntimeError as e:
+            raise OSError(f"the system refused one of {self.ranks} threads ({e})") from None
 
     def _new_pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max(self.ranks - 1, 1), thread_name_prefix="rank")

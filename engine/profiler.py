@@ -181,13 +181,13 @@ class Profile:
             lines.append(f"{phase}: {found['steps']} steps{tokens}, {found['ms']:.3f} ms a step")
             lines.append(f"  {'operation':<14}{'calls':>7}{'ms':>10}{'share':>8}  speed")
             for name, row in found["rows"].items():
-                speed = self._speed(row)
+                speed = self.speed(row)
                 line = f"  {name:<14}{row['calls']:>7.0f}{row['ms']:>10.3f}{row['share']:>8.1%}"
                 lines.append(f"{line}  {speed}".rstrip())
             lines.append("")
         return "\n".join(lines).rstrip()
 
-    def _speed(self, row: dict[str, float]) -> str:
+    def speed(self, row: dict[str, float]) -> str:
         """Bytes or operations a second, whichever is nearer to its bound."""
         shares = {u: row[u] / self.bounds[u] for u in self.bounds if row.get(u)}
         if not shares:

@@ -12,14 +12,18 @@ from pathlib import Path
 if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from engine.cache import KV_DTYPES  # noqa: E402
-from engine.llm import BACKENDS, KV_CACHES, LLM  # noqa: E402
-from engine.loading.weights import KINDS  # noqa: E402
-from engine.machine import bounds  # noqa: E402
-from engine.sampler import SamplingParams  # noqa: E402
-from engine.trace import write_steps, write_trace  # noqa: E402
-
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
+
+try:
+    from engine.cache import KV_DTYPES
+    from engine.llm import BACKENDS, KV_CACHES, LLM
+    from engine.loading.weights import KINDS
+    from engine.machine import bounds
+    from engine.sampler import SamplingParams
+    from engine.trace import write_steps, write_trace
+except ValueError as e:  # an environment variable that says what this processor cannot do
+    print(f"error: {e}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import caches, compare, decode, gate, one, perplexity, runs, shapes
+from benchmarks import caches, compare, decode, gate, one, operations, perplexity, runs, shapes
 from engine import LLM
 from engine.llm import BUILT_IN
 from engine.machine import Arithmetic
@@ -67,6 +67,18 @@ def test_caches(tmp_path, capsys):
     assert text.startswith("before\n") and text.endswith("after\n") and "| 5 | paged |" in text
     if "--picture" in command:
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_operations(tmp_path, capsys):
+    """A table whose shares do not add up, or that names operations the step does not have."""
+    file = tmp_path / "README.md"
+    file.write_text("<!-- operations -->\n<!-- /operations -->\n")
+    operations.main(["--prompt", "9", "--new", "3", "--threads", "1", "--write", str(file)])
+    found = last_json(capsys.readouterr().out)
+    for phase in ("prefill", "decode"):
+        assert sum(row["share"] for row in found[phase]["rows"].values()) == pytest.approx(1)
+    assert found["decode"]["rows"]["matmul q"]["bytes_per_second"] > 0
+    assert "| matmul down | 4 |" in file.read_text()
 
 
 def test_perplexity(tmp_path, capsys):

@@ -234,6 +234,10 @@ def test_a_bad_prompt_among_many_is_found_before_any_work(built_in, monkeypatch)
     monkeypatch.setattr(built_in._model, "forward", None)
     with pytest.raises(ValueError, match="empty"):
         built_in.generate(["To be", ""])
+    with pytest.raises(ValueError, match="2048 tokens long, the context 2048"):
+        built_in.generate(["To be", [5] * 2048])
+    with pytest.raises(ValueError, match="SamplingParams"):
+        built_in.generate(["To be"], {"max_tokens": 3})
 
 
 @pytest.mark.parametrize("params", [{}, 0, {"max_tokens": 3}, SamplingParams])
@@ -252,6 +256,53 @@ def test_weights_that_overflow(name, tmp_path):
     for params in (GREEDY, SamplingParams(seed=1)):
         with pytest.raises(ValueError, match="not finite"):
             llm.generate([1, 2], params)
+    with pytest.raises(ValueError, match="not finite"):
+        llm.logits([1, 2])
+
+
+def test_a_pool_too_small_is_said_before_any_work(tmp_path, monkeypatch):
+    """A request that fails half-way, its prompt computed for nothing and its text cut.
+
+    33 rows hold 30 tokens and 4 to follow, of which the last needs none.
+    """
+    llm = LLM(write_checkpoint(tmp_path), kv_cache="paged", kv_block_rows=3, kv_max_blocks=11)
+    done = llm.generate(range(30), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    assert len(done.token_ids) == 4
+    whole = llm.generate(range(30), SamplingParams(max_tokens=None, ignore_eos=True))
+    assert (len(whole.token_ids), whole.finish_reason) == (4, "length"), "as many as there is room"
+    monkeypatch.setattr(llm._model, "forward", None)
+    with pytest.raises(
+        ValueError, match=r"30 tokens and 5 to follow .* 33 rows \(11 blocks of 3\)"
+    ):
+        llm.generate(range(30), SamplingParams(max_tokens=5))
+    for max_tokens in (1, None):
+        with pytest.raises(ValueError, match="35 tokens and 1 to follow"):
+            llm.generate(range(35), SamplingParams(max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache": "concat", "kv_dtype": "f16"},
+        {"kv_dtype": "q8_0"},
+        {"kv_block_rows": 0},
+        {"kv_block_rows": 16.0},
+        {"kv_cache": "paged", "kv_max_blocks": 0},
+        {"kv_cache": "paged", "kv_max_blocks": "9"},
+    ],
+    ids=str,
+)
+def test_settings_of_a_cache_that_cannot_be(settings):
+    """A setting that is ignored, or fails with a traceback from deep inside."""
+    (name, value) = list(settings.items())[-1]
+    with pytest.raises(ValueError, match=rf"{name} is {value!r}"):
+        LLM(**settings)
+
+
+def test_an_llm_and_its_metrics_say_what_they_are(built_in):
+    """<engine.llm.LLM object at 0x...> in a notebook."""
+    assert "model='built-in'" in repr(built_in) and "weights='q8_0'" in repr(built_in)
+    assert "per_forward_ms=[" in repr(built_in.generate("To be", GREEDY).metrics)
 
 
 def test_no_tokens_wanted(built_in):

@@ -152,7 +152,7 @@ def test_a_fresh_seed_is_told():
 def test_interrupt_while_starting(after):
     """Ctrl-C while libraries are imported or weights are loaded prints no traceback."""
     child = subprocess.Popen(
-        command("To be", "--ignore-eos", "--max-tokens", "2000"),
+        command("To be", "--ignore-eos", "--max-tokens", "2000", "--kv-cache", "concat"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -184,7 +184,7 @@ def test_checkpoint_without_tokenizer(tmp_path, capsys):
 def test_interrupt_keeps_the_text_and_prints_the_report(json_too):
     """Ctrl-C that loses what was made, or hangs in a barrier, makes a person wait in vain."""
     flags = ["--max-tokens", "2000", "--ignore-eos", *(["--json"] if json_too else [])]
-    flags += ["--backend", "numpy"] if json_too else []  # which takes longer
+    flags += ["--backend", "numpy"] if json_too else ["--kv-cache", "concat"]  # which take longer
     child = subprocess.Popen(
         command("To be", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -235,3 +235,10 @@ def test_without_stderr():
     line = f"{sys.executable} -m engine.run 'To be' --max-tokens 3 --temperature 0 2>&-"
     done = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.strip()
+
+
+def test_an_environment_that_asks_for_the_impossible():
+    """A traceback out of an import, for a misspelt variable."""
+    done = run("To be", env={**os.environ, "ENGINE_INT8": "fast"})
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ENGINE_INT8 is 'fast'") and done.stderr.count("\n") == 1
