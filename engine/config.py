@@ -124,6 +124,7 @@ def refuse_other_architectures(raw: dict) -> None:
         "attention_bias": (None, False),
         "use_sliding_window": (None, False),
         "quantization_config": (None,),
+        "partial_rotary_factor": (None, 1),
     }
     for key, values in implemented.items():
         if raw.get(key) not in values:
@@ -133,6 +134,11 @@ def refuse_other_architectures(raw: dict) -> None:
         raise ValueError(f"config.json: layer_types is {show(layers)}, not a list")
     if other := [kind for kind in layers if kind != "full_attention"]:
         raise ValueError(f"config.json: layer type {show(other[0])} is not implemented")
+    if layers and len(layers) != raw.get("num_hidden_layers"):
+        raise ValueError(
+            f"config.json: layer_types names {len(layers)} layers, num_hidden_layers is "
+            f"{show(raw.get('num_hidden_layers'))}"
+        )
 
 
 def rope_theta(raw: dict) -> float:
@@ -144,6 +150,8 @@ def rope_theta(raw: dict) -> float:
         kinds = rope.get("rope_type"), rope.get("type")
         if "factor" in rope and kinds == (None, None):
             raise ValueError(f"config.json: {key} has a factor and no type")
+        if rope.get("partial_rotary_factor") not in (None, 1):
+            raise ValueError(f"config.json: {key} for a part of a head is not implemented")
         for kind in kinds:
             if kind not in (None, "none", "default"):
                 raise ValueError(f"config.json: {key} of type {show(kind)} is not implemented")

@@ -257,6 +257,7 @@ def test_other_model_types(kind):
         ("hidden_act", None),
         ("attention_bias", True),
         ("use_sliding_window", True),
+        ("partial_rotary_factor", 0.5),
         ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     ],
 )
@@ -281,6 +282,7 @@ def test_layer_types():
     refused(QWEN3 | {"layer_types": [full, ["x"]]}, "['x']")
     refused(QWEN3 | {"layer_types": {full: 28}}, "layer_types")
     refused(QWEN3 | {"layer_types": full}, "layer_types")
+    refused(QWEN3 | {"layer_types": [full] * 27}, "27 layers", "28")
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -291,6 +293,13 @@ def test_rope_scaling_is_refused(key, spelling, kind):
     rope = {spelling: kind, "factor": 4.0, "original_max_position_embeddings": 32768}
     refused(QWEN3 | {key: rope}, f"{key} of type {kind!r}")
     refused(NEWER | {key: rope | {"rope_theta": 1e6}}, f"{key} of type {kind!r}")
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_of_a_part_of_a_head(key):
+    """Every element of a head is turned, where the model was trained to turn a quarter."""
+    assert read(**{key: {"partial_rotary_factor": 1.0}}) == read(partial_rotary_factor=1.0)
+    refused(QWEN3 | {key: {"partial_rotary_factor": 0.25}}, key, "part of a head")
 
 
 def test_rope_scaling_behind_a_null():
