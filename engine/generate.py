@@ -1,4 +1,4 @@
-"""A session's ids -> the ids that follow: prefill, the decode loop, stopping."""
+"""A session's ids -> the ids that follow, and their text: prefill, the decode loop, stopping."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tqdm import tqdm
 from engine.metrics import Metrics
 from engine.profiler import Profile, timed
 from engine.sampler import Sampler
+from engine.session import Session
 from engine.tokenizer import TextStream
 
 
@@ -25,81 +26,52 @@ class Completion:
     profile: Profile | None = None  # where one was asked for
 
 
-class Generation:
-    """One request under way: iterate over its pieces of text, or over `tokens()`.
+class Decoding:
+    """One request under way, in ids. What has come so far is in `token_ids` and in `session`."""
 
-    What has come so far is in `completion` at any time, and in `session` what another request can
-    continue from, so that an interrupted one loses nothing.
-    """
-
-    def __init__(self, model, session, params, limit, eos_ids, stream, metrics, profile=None):
-        """`session`: ids, the last of them without rows in its cache. `limit`: tokens to follow at
-        most. `stream`: a TextStream, or None for ids only. `profile`: is filled."""
-        self._model, self.session, self.params = model, session, params
-        self._eos_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_ids
-        self._limit = limit
-        self._stream: TextStream | None = stream
-        self._text, self._token_ids, self._finish_reason = "", [], None
-        self._metrics: Metrics = metrics
+    def __init__(self, model, session: Session, params, limit: int, eos_ids, metrics, profile):
+        self.model, self.session, self.params, self.limit = model, session, params, limit
+        self.eos_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_ids
+        self.metrics: Metrics = metrics
         self.profile: Profile | None = profile
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
         metrics.prompt_tokens, metrics.cached_tokens = len(session.ids), session.cache.seq_len(0)
-        self._tokens = self._run()
 
-    @property
-    def completion(self) -> Completion:
-        text = None if self._stream is None else self._text
-        done = list(self._token_ids), self._finish_reason
-        return Completion(text, *done, self._metrics, self.profile)
-
-    def __iter__(self) -> Iterator[str]:
-        """Pieces of text, whole characters only; joined they are the completion's text.
-
-        Iterating again goes on where the last iteration was left.
-        """
-        assert self._stream is not None, "text needs a tokenizer"
-        for token in self._tokens:
-            with timed(self.profile, "text"):
-                piece = self._stream.push(token)
-            if piece:
-                self._text += piece
-                yield piece
-        if piece := self._stream.flush():
-            self._text += piece
-            yield piece
-
-    def tokens(self) -> Iterator[int]:
+    def run(self) -> Iterator[int]:
         """Token ids as they are chosen."""
-        return self._tokens
-
-    def _run(self) -> Iterator[int]:
-        if self._limit == 0:
-            self._finish_reason = "length"
+        if self.limit == 0:
+            self.finish_reason = "length"
             return
-        sample = Sampler(self.params, self._model.config.vocab_size)
-        logits = self._model.new_logits(1)
-        since = self._metrics.now()
+        vocab_size = self.model.config.vocab_size
+        sample, logits = Sampler(self.params, vocab_size), self.model.new_logits(1)
+        since = self.metrics.now()
         self._prefill(logits)
         while True:
-            self._metrics.forward_took(since)
-            known = logits[0, : self._model.config.vocab_size]
+            self.metrics.forward_took(since)
             with timed(self.profile, "sample"):
+                known = logits[0, :vocab_size]
                 if not np.isfinite([known.min(), known.max()]).all():
                     raise ValueError("the logits are not finite: the model overflows float32")
                 token = sample(logits[0])
-            if self.profile:
-                self.profile.steps[-1].token_id = token
-            self._metrics.token_came()
-            self._token_ids.append(token)
-            self.session.ids.append(token)
-            if token in self._eos_ids:
-                self._finish_reason = "stop"
-            elif len(self._token_ids) == self._limit:
-                self._finish_reason = "length"
+            self.metrics.token_came()
+            self._append(token)
             yield token
-            if self._finish_reason:
+            if self.finish_reason:
                 return
-            since = self._metrics.now()
+            since = self.metrics.now()
             self._forward(np.array([token]), False, logits)
+
+    def _append(self, token: int) -> None:
+        """A token has been chosen."""
+        self.token_ids.append(token)
+        self.session.ids.append(token)
+        if self.profile:
+            self.profile.steps[-1].token_id = token
+        if token in self.eos_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.limit:
+            self.finish_reason = "length"
 
     def _prefill(self, logits: np.ndarray) -> None:
         """Every id without rows: a prompt's in chunks, generated ones as they were, one by one.
@@ -107,7 +79,7 @@ class Generation:
         Logits of the last only.
         """
         ids, n_prompt = np.array(self.session.ids, np.int64), self.session.n_prompt
-        cache, size = self.session.cache, self._model.max_tokens
+        cache, size = self.session.cache, self.model.max_tokens
         missing = len(ids) - cache.seq_len(0)
         cache.reserve(missing)
         off = True if missing <= size else None  # None: shown on a terminal only
@@ -122,4 +94,48 @@ class Generation:
         cache = self.session.cache
         if self.profile:
             self.profile.begin(is_prompt, len(ids), len(logits), cache)
-        self._model.forward(ids, cache, is_prompt, logits, self.profile)
+        self.model.forward(ids, cache, is_prompt, logits, self.profile)
+
+
+class Generation:
+    """One request under way: iterate over its pieces of text, or over `tokens()`.
+
+    What has come so far is in `completion` at any time, and in `session` what another request can
+    continue from, so that an interrupted one loses nothing.
+    """
+
+    def __init__(self, model, session, params, limit, eos_ids, stream, metrics, profile=None):
+        """`session`: ids, the last of them without rows in its cache. `limit`: tokens to follow at
+        most. `stream`: a TextStream, or None for ids only. `profile`: is filled."""
+        self.session, self.params = session, params
+        self._decoding = Decoding(model, session, params, limit, eos_ids, metrics, profile)
+        # Neither of the two knows this object: one that is dropped is collected at once, and with
+        # it the cache, whose blocks another request may wait for.
+        self._tokens = self._decoding.run()
+        self._stream: TextStream | None = stream
+        self._text = ""
+
+    @property
+    def completion(self) -> Completion:
+        d, text = self._decoding, None if self._stream is None else self._text
+        return Completion(text, list(d.token_ids), d.finish_reason, d.metrics, d.profile)
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of text, whole characters only; joined they are the completion's text.
+
+        Iterating again goes on where the last iteration was left.
+        """
+        assert self._stream is not None, "text needs a tokenizer"
+        for token in self._tokens:
+            with timed(self._decoding.profile, "text"):
+                piece = self._stream.push(token)
+            if piece:
+                self._text += piece
+                yield piece
+        if piece := self._stream.flush():
+            self._text += piece
+            yield piece
+
+    def tokens(self) -> Iterator[int]:
+        """Token ids as they are chosen."""
+        return self._tokens

@@ -6,22 +6,14 @@ import hashlib
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from engine.cache import (
-    KV_DTYPES,
-    BasicKvCache,
-    BlockPool,
-    ConcatKvCache,
-    KvCache,
-    PagedKvCache,
-    snapshot,
-)
-from engine.config import ModelConfig, show
+from engine.cache import KV_CACHES, KV_DTYPES, CacheMaker, KvCache, snapshot
+from engine.config import ModelConfig, read_json, show
 from engine.generate import Completion, Generation
 from engine.kernels.int8 import FORM
 from engine.kernels.jit import compilation, uninterrupted
@@ -38,8 +30,14 @@ from engine.threads import check_threads, default_threads
 from engine.tokenizer import Tokenizer
 
 BUILT_IN = Path(__file__).parent / "assets"
-KV_CACHES = ("basic", "paged", "concat")
 BACKENDS = ("simd", "numpy")
+DEFAULTS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+)  # a model may have its own
 
 Prompt = str | Sequence[int]
 
@@ -97,17 +95,11 @@ class LLM:
                     f"the model's embedding {self.config.vocab_size} rows"
                 )
             self.eos_ids |= self.tokenizer.eos_ids
-        self._kv_cache, self._kv_dtype = kv_cache, kv_dtype
-        if kv_cache == "paged":
-            whole = -(-self.context // kv_block_rows)
-            blocks = whole if kv_max_blocks is None else kv_max_blocks
-            self._pool = BlockPool(
-                self.config.n_layers,
-                self.config.kv_dim,
-                kv_block_rows,
-                max_blocks=check_size("kv_max_blocks", blocks, 1 << 32),
-                dtype=kv_dtype,
-            )
+        self.default_params = default_params(path)
+        blocks = -(-self.context // kv_block_rows) if kv_max_blocks is None else kv_max_blocks
+        check_size("kv_max_blocks", blocks, 1 << 32)
+        sizes = self.config.n_layers, self.config.kv_dim
+        self._caches = CacheMaker(kv_cache, *sizes, kv_dtype, kv_block_rows, blocks)
         self.settings = {
             "model": str(path) if model else "built-in",
             "backend": backend,
@@ -141,16 +133,17 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Continue a prompt (text or token ids), or each of a list of them.
 
-        With a `session`, only what it does not hold of the prompt is computed, and it holds prompt
-        and answer afterwards; without a prompt its own tokens are continued. With `profile`, the
-        completion's `profile` says what each step spent its time on (profiler.py).
+        params: None for the model's own (`default_params`). With a `session`, only what it does not
+        hold of the prompt is computed, and it holds prompt and answer afterwards; without a prompt
+        its own tokens are continued. With `profile`, the completion's `profile` says what each step
+        spent its time on (profiler.py).
         """
         if prompt is not None and is_many(prompt):
             if session is not None:
                 raise ValueError(f"{len(prompt)} prompts cannot share a session; give them singly")
             prompts = [self._ids_of(one) for one in prompt]
             for ids in prompts:  # all of them before any work
-                self._limit(len(ids), checked(params))
+                self._limit(len(ids), self._checked(params))
             return [self._finish(self._start(one, params, None, profile)) for one in prompts]
         return self._finish(self._start(prompt, params, session, profile))
 
@@ -168,10 +161,12 @@ class LLM:
 
     def new_session(self) -> Session:
         """An empty one, for `generate` or `stream` to fill."""
-        return Session(self.new_cache())
+        return Session(self.new_cache(), owner=self._model)
 
     def save_cache(self, session: Session, path: str | os.PathLike) -> None:
         """Write a session to a file, whole or not at all; OSError says why it cannot be."""
+        if not session.ids:
+            raise ValueError("the session is empty: there is nothing to save")
         snapshot.save(path, session.cache, session.ids, session.n_prompt, self._fingerprint)
 
     def load_cache(self, path: str | os.PathLike) -> Session:
@@ -181,7 +176,10 @@ class LLM:
         """
         cache = self.new_cache()
         ids, n_prompt = snapshot.load(path, cache, self._fingerprint, self.context)
-        return Session(cache, self._ids_of(ids), n_prompt)
+        try:
+            return Session(cache, self._ids_of(ids), n_prompt, self._model)
+        except ValueError as e:  # an id that no embedding has
+            raise ValueError(f"{path}: {e}") from None
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits at every position of `token_ids`: (T, vocab_size) float32."""
@@ -209,12 +207,7 @@ class LLM:
 
     def new_cache(self) -> KvCache:
         """An empty cache of the kind that was asked for."""
-        sizes = self.config.n_layers, self.config.kv_dim
-        if self._kv_cache == "paged":
-            return PagedKvCache(self._pool)
-        if self._kv_cache == "concat":
-            return ConcatKvCache(*sizes)
-        return BasicKvCache(*sizes, self._kv_dtype)
+        return self._caches.new()
 
     @cached_property
     def _fingerprint(self) -> dict[str, str]:
@@ -233,7 +226,7 @@ class LLM:
         profile: bool = False,
     ) -> Generation:
         metrics = Metrics()
-        params = checked(params)
+        params = self._checked(params)
         if params.seed is None:  # drawn here, so that every run can be told and repeated
             params = replace(params, seed=secrets.randbits(63))
         self._check_session(session)
@@ -253,18 +246,20 @@ class LLM:
         )
 
     def _check_session(self, session: Session | None) -> None:
-        """ValueError unless a session's rows are of this model's shape and type."""
-        if session is None:
-            return
-        if not isinstance(session, Session):
+        """ValueError unless a session's rows are this model's."""
+        if session is not None and not isinstance(session, Session):
             raise ValueError(f"session is {session!r}; one of new_session or load_cache is needed")
-        given = session.cache.num_layers(), session.cache.kv_dim, session.cache.dtype
-        wanted = self.config.n_layers, self.config.kv_dim, KV_DTYPES[self._kv_dtype]
-        if given != wanted:
+        if session is not None and session.owner is not self._model:
             raise ValueError(
-                f"the session has {given[0]} layers of {given[1]} {given[2].__name__}; "
-                f"this model needs {wanted[0]} of {wanted[1]} {wanted[2].__name__}"
+                "the session is another LLM's; a saved cache can be carried over"
             )
+
+    def _checked(self, params: SamplingParams | None) -> SamplingParams:
+        """`params`, or the model's; ValueError for anything else."""
+        params = self.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params is {params!r}; SamplingParams are needed")
+        return params
 
     def _limit(self, n_prompt: int, params: SamplingParams) -> int:
         """The most tokens that can follow; ValueError if there is no room for what is asked."""
@@ -274,15 +269,9 @@ class LLM:
                 f"the prompt is {n_prompt} tokens long, the context {self.context}: "
                 "there is no room for a token to follow"
             )
-        if self._kv_cache == "paged":
-            least = 1 if wanted is None else min(wanted, room)
-            room = min(room, self._pool.max_rows + 1 - n_prompt)  # the last token has no rows
-            if room < least:
-                raise ValueError(
-                    f"{n_prompt} tokens and {least} to follow do not fit in the KV cache of "
-                    f"{self._pool.max_rows} rows ({self._pool.max_blocks} blocks of "
-                    f"{self._pool.block_rows})"
-                )
+        self._caches.check_room(n_prompt, 1 if wanted is None else min(wanted, room))
+        if self._caches.pool:
+            room = min(room, self._caches.pool.max_rows + 1 - n_prompt)
         return room if wanted is None else min(wanted, room)
 
     def _ids_of(self, prompt: Prompt) -> list[int]:
@@ -317,12 +306,15 @@ def is_id(item: object) -> bool:
     return isinstance(item, int | np.integer) and not isinstance(item, bool)
 
 
-def checked(params: SamplingParams | None) -> SamplingParams:
-    """`params`, or the defaults; ValueError for anything else."""
-    params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"params is {params!r}; SamplingParams are needed")
-    return params
+def default_params(path: Path) -> SamplingParams:
+    """How the model's makers would sample: generation_config.json, where it says something."""
+    file = path / "generation_config.json"
+    raw = read_json(file) if os.path.exists(file) else {}
+    known = {f.name for f in fields(SamplingParams)} & set(DEFAULTS)
+    try:
+        return SamplingParams(**{k: raw[k] for k in known if raw.get(k) is not None})
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from None
 
 
 def one_of(name: str, value: object, known) -> None:

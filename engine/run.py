@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no traceback
@@ -15,8 +16,8 @@ if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
 
 try:
-    from engine.cache import KV_DTYPES
-    from engine.llm import BACKENDS, KV_CACHES, LLM
+    from engine.cache import KV_CACHES, KV_DTYPES
+    from engine.llm import BACKENDS, LLM
     from engine.loading.weights import KINDS
     from engine.machine import bounds
     from engine.sampler import SamplingParams
@@ -49,28 +50,19 @@ def parser() -> Parser:
     option("--prompt-file", str, "F", None, "read the prompt from F, as it is; - is stdin")
     option("--model", str, "M", None, "a checkpoint directory or a hub name (default: built-in)")
     option("--max-tokens", int, "N", default.max_tokens, "at most N tokens (default: %(default)s)")
-    option(
-        "--temperature",
-        float,
-        "T",
-        default.temperature,
-        "above 1 bolder, below 1 safer, 0 always the likeliest token (default: %(default)s)",
-    )
-    option("--top-k", int, "K", default.top_k, "only the K likeliest tokens (default: 0, all)")
-    option(
-        "--top-p",
-        float,
-        "P",
-        default.top_p,
-        "only the fewest likeliest tokens that hold the share P (default: 1, all)",
-    )
-    option(
-        "--min-p",
-        float,
-        "P",
-        default.min_p,
-        "only tokens at least P times as likely as the likeliest (default: 0, all)",
-    )
+    own = "default: the model's own, else"
+    for name, kind, letter, text in (
+        ("--temperature", float, "T", f"above 1 bolder, below 1 safer, 0 the likeliest ({own} 1)"),
+        ("--top-k", int, "K", f"only the K likeliest tokens ({own} 0, all)"),
+        ("--top-p", float, "P", f"only the fewest likeliest that hold the share P ({own} 1, all)"),
+        (
+            "--min-p",
+            float,
+            "P",
+            f"only those at least P times as likely as the first ({own} 0, all)",
+        ),
+    ):
+        option(name, kind, letter, None, text)
     option("--seed", int, "S", None, "the same seed gives the same text (default: a fresh one)")
     ap.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     for name, values, text in (
@@ -115,15 +107,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        ignore_eos=args.ignore_eos,
-    )
+    names = [f.name for f in fields(SamplingParams)]
+    given = {n: vars(args)[n] for n in names if vars(args).get(n) is not None}
+    SamplingParams(**given)  # said before any work
     prompt = prompt_of(args)
     for name in ("save_cache", "trace", "steps"):  # said before any work
         path = getattr(args, name)
@@ -142,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
     )
     session = llm.load_cache(args.load_cache) if args.load_cache else llm.new_session()
     wanted = args.profile or args.trace is not None or args.steps is not None
+    params = replace(llm.default_params, **given)
     generation = llm.stream(prompt, params, session, wanted)
     status = 0
     try:

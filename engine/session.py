@@ -14,9 +14,12 @@ class Session:
     last token of a generation always waits: it was chosen, and nothing has followed it.
     """
 
-    def __init__(self, cache: KvCache, ids: Sequence[int] = (), n_prompt: int = 0):
-        """`ids[:n_prompt]` came as a prompt; those behind it were generated."""
-        self.cache, self.ids, self.n_prompt = cache, list(ids), n_prompt
+    def __init__(
+        self, cache: KvCache, ids: Sequence[int] = (), n_prompt: int = 0, owner: object = None
+    ):
+        """`ids[:n_prompt]` came as a prompt; those behind it were generated. `owner`: the model
+        whose rows they are."""
+        self.cache, self.ids, self.n_prompt, self.owner = cache, list(ids), n_prompt, owner
         assert cache.seq_len(0) <= len(self.ids) and n_prompt <= len(self.ids)
 
     def turn_to(self, prompt: Sequence[int]) -> None:

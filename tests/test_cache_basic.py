@@ -1,5 +1,6 @@
 """BasicKvCache against the contract: append in place, lend without copying, grow by doubling."""
 
+import dataclasses
 import gc
 import tracemalloc
 
@@ -8,6 +9,7 @@ import pytest
 
 from engine import memory
 from engine.cache.basic import KV_HEADROOM_ROWS, BasicKvCache
+from engine.cache.rows import Counts
 
 LAYERS, DIM = 3, 32
 
@@ -200,3 +202,139 @@ def test_memory_that_runs_out_between_k_and_v(monkeypatch):
     assert cache.capacity == 10 + 512
     assert all(len(k) == len(v) for k, v in zip(cache._k, cache._v, strict=True))
     np.testing.assert_array_equal(cache.kv_view(1)[0], rows(10, 1))
+
+
+def test_growth_holds_no_more_than_one_layer_twice():
+    """All layers grown at once hold everything twice, just where memory is short."""
+    dim, n = 256, 4096
+    of_a_layer = 2 * n * dim * 4
+    tracemalloc.start()
+    try:
+        cache = BasicKvCache(LAYERS, dim)
+        cache.reserve(n - KV_HEADROOM_ROWS)
+        cache.commit(n)
+        before = tracemalloc.get_traced_memory()[0]
+        assert before > LAYERS * of_a_layer
+        for layer in range(LAYERS):
+            tracemalloc.reset_peak()
+            cache.push_row(layer, np.ones(dim, np.float32), np.ones(dim, np.float32))
+            kept, peak = tracemalloc.get_traced_memory()
+            assert kept - before < (layer + 1) * of_a_layer + 10_000, "twice the room"
+            assert peak - before < (layer + 2) * of_a_layer + 10_000, "and the old rows meanwhile"
+    finally:
+        tracemalloc.stop()
+
+
+def test_number_of_growths():
+    """A step of fixed size copies all rows again and again: 20 times for 10,000 rows, not 5."""
+    cache = BasicKvCache(n_layers=1, kv_dim=DIM)
+    growths, copied = 0, 0
+    for row in rows(10_000):
+        before = cache.counts.allocations
+        cache.push_row(0, row, row)
+        if cache.counts.allocations > before:
+            growths += 1
+            copied += cache.seq_len(0) - 1
+    assert growths <= 1 + np.log2(10_000 / KV_HEADROOM_ROWS) + 1
+    assert cache.counts.grow == 2 * copied * DIM * 4 < 2 * cache.counts.append
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("f32", 4), ("f16", 2)])
+def test_counts(dtype, size):
+    """Copies that are not counted make the cache look better than it is."""
+    cache = BasicKvCache(LAYERS, DIM, dtype)
+    for layer in range(LAYERS):
+        cache.set_prefill(layer, rows(20), rows(20))
+    cache.push_row(0, rows(1)[0], rows(1)[0])
+    cache.reserve(3)
+    cache.commit(3)
+    assert cache.counts == Counts(append=2 * (21 + 20 + 20 + 9) * DIM * size, allocations=6)
+    cache.kv_view(1), cache.kv()
+    assert cache.counts.read == 0, "lending copies nothing"
+    cache.materialize(1)
+    assert cache.counts.read == 2 * 23 * DIM * size
+    cache.reserve(600)
+    assert cache.counts.grow == 2 * (24 + 23 + 23) * DIM * size and cache.counts.allocations == 12
+
+
+def test_counts_of_a_stretch_of_time():
+    """A difference that mixes up its fields, or that changes when the cache goes on."""
+    cache = filled(2)
+    before = dataclasses.replace(cache.counts)
+    cache.materialize(0)
+    cache.push_row(0, rows(1)[0], rows(1)[0])
+    assert cache.counts - before == Counts(append=2 * DIM * 4, read=2 * 2 * DIM * 4)
+
+
+def test_float16_rows_are_rounded_to_nearest_and_take_half_the_memory():
+    """Rows cut off instead of rounded, or an array that is float32 after all."""
+    cache, data = BasicKvCache(1, DIM, "f16"), rows(700)
+    cache.set_prefill(0, data[:30], -data[:30])
+    for row in data[30:]:
+        cache.push_row(0, row, -row)
+    for lent, copy, wanted in zip(
+        cache.kv_view(0), cache.materialize(0), (data, -data), strict=True
+    ):
+        assert lent.dtype == copy.dtype == np.float16 and lent.strides == (2 * DIM, 2)
+        np.testing.assert_array_equal(lent, wanted.astype(np.float16))
+        np.testing.assert_array_equal(copy, lent)
+    assert cache.kv().places.tolist() == [[side.ctypes.data for side in cache.kv_view(0)]]
+    assert cache.kv().element.itemsize == 2
+
+
+@pytest.mark.parametrize("name", ["f64", "", None, np.float32])
+def test_unknown_types_are_refused(name):
+    """A type that kernels cannot read would be found out in the first step, or never."""
+    with pytest.raises(ValueError, match="f32, f16"):
+        BasicKvCache(1, DIM, name)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 9, 10])
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_truncate_then_append(dtype, keep):
+    """A tail that comes back, a layer left longer than the others, or memory given up."""
+    cache = BasicKvCache(LAYERS, DIM, dtype)
+    for layer in range(LAYERS):
+        cache.set_prefill(layer, rows(10, layer), -rows(10, layer))
+    places, capacity = cache.kv().places.copy(), cache.capacity
+    cache.truncate(keep)
+    assert [cache.seq_len(layer) for layer in range(LAYERS)] == [keep] * LAYERS
+    for layer in range(LAYERS):
+        cache.push_row(layer, rows(1, 50 + layer)[0], -rows(1, 50 + layer)[0])
+        wanted = np.concatenate([rows(10, layer)[:keep], rows(1, 50 + layer)])
+        for held, side in zip(cache.kv_view(layer), (wanted, -wanted), strict=True):
+            np.testing.assert_array_equal(held, side.astype(cache.dtype))
+    np.testing.assert_array_equal(cache.kv().places, places)
+    assert cache.capacity == capacity and cache.counts.grow == 0
+
+
+@pytest.mark.parametrize("keep", [-1, 6, 1000])
+def test_truncate_to_rows_that_are_not_there(keep):
+    """Rows that were never written would count as in use; -1 would leave all but one."""
+    cache = filled(5)
+    cache.push_row(0, rows(1)[0], rows(1)[0])  # one layer is longer: the shortest decides
+    with pytest.raises(ValueError, match=f"{keep} rows of 5"):
+        cache.truncate(keep)
+    assert [cache.seq_len(layer) for layer in range(LAYERS)] == [6, 5, 5]
+
+
+def test_prefill_replaces_what_was_held():
+    """Rows of an earlier prompt that stay before, or behind, those of the new one."""
+    cache = filled(40)
+    cache.set_prefill(1, rows(7, 9), -rows(7, 9))
+    assert [cache.seq_len(layer) for layer in range(LAYERS)] == [40, 7, 40]
+    np.testing.assert_array_equal(cache.kv_view(1)[0], rows(7, 9))
+    np.testing.assert_array_equal(cache.kv_view(1)[1], -rows(7, 9))
+
+
+def test_memory_that_runs_out_in_a_prefill(monkeypatch):
+    """A layer that has lost its rows, beside others that still hold theirs."""
+    cache = filled(10)
+
+    def empty(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(memory, "empty", empty)
+        cache.set_prefill(1, rows(600), rows(600))
+    assert [cache.seq_len(layer) for layer in range(LAYERS)] == [10] * LAYERS

@@ -280,6 +280,21 @@ def test_a_pool_too_small_is_said_before_any_work(tmp_path, monkeypatch):
             llm.generate(range(35), SamplingParams(max_tokens=max_tokens))
 
 
+def test_defaults_are_the_models(tmp_path):
+    """A model sampled otherwise than its makers say: loops at temperature 0, nonsense at 1."""
+    path = write_checkpoint(tmp_path)
+    assert LLM(path).default_params == SamplingParams()
+    own = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 1, "min_p": None}
+    (path / "generation_config.json").write_text(json.dumps(own))
+    llm = LLM(path)
+    assert llm.default_params == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    assert llm._start([1], None).params.top_k == 20
+    assert llm._start([1], SamplingParams(seed=1)).params == SamplingParams(seed=1)
+    (path / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(ValueError, match="generation_config.json: temperature is -1"):
+        LLM(path)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -2,15 +2,16 @@
 
 from engine.cache.basic import BasicKvCache
 from engine.cache.concat import ConcatKvCache
+from engine.cache.kinds import KV_CACHES, CacheMaker, KvCache
 from engine.cache.paged import BlockPool, PagedKvCache, PoolFull
 from engine.cache.rows import KV_DTYPES, Counts
 
-KvCache = BasicKvCache | PagedKvCache | ConcatKvCache
-
 __all__ = [
+    "KV_CACHES",
     "KV_DTYPES",
     "BasicKvCache",
     "BlockPool",
+    "CacheMaker",
     "ConcatKvCache",
     "Counts",
     "KvCache",

@@ -110,10 +110,10 @@ def check_tensors(file, cache, n_prompt: int, max_ids: int) -> None:
         raise ValueError(f"is corrupted: its ids are {ids.get_dtype()} of {n}")
     if n[0] > max_ids:
         raise ValueError(f"holds {n[0]} tokens, which do not fit in a context of {max_ids}")
-    rows = stored["layers.0.k"].get_shape()[:1]
+    rows = (stored["layers.0.k"].get_shape() or [-1])[0]
     for name, side in stored.items():
         shape, dtype = side.get_shape(), STORED.get(side.get_dtype())
-        if shape != [*rows, cache.kv_dim] or rows[0] > n[0] or dtype != cache.dtype:
+        if shape != [rows, cache.kv_dim] or rows > n[0] or dtype != cache.dtype:
             raise ValueError(f"is corrupted: {name} is {side.get_dtype()} of {shape}")
 
 

@@ -88,6 +88,9 @@ def load_weights(checkpoint: Checkpoint, config: ModelConfig, kind: str, threads
         store = Floats(data)
         if kind == "q8_0":
             store = Q8(data, memory.empty(len(data) // BLOCK, np.int16))
+        for array in store:  # the last rows of a matrix are padding, which packing leaves as it is
+            last = array.reshape(len(names), padded(n) // BLOCK, -1)[:, -1]
+            last[:] = 0
         matrices.extend((name, store, i * size) for i, name in enumerate(names))
         return store
 
