@@ -250,9 +250,7 @@ class LLM:
         if session is not None and not isinstance(session, Session):
             raise ValueError(f"session is {session!r}; one of new_session or load_cache is needed")
         if session is not None and session.owner is not self._model:
-            raise ValueError(
-                "the session is another LLM's; a saved cache can be carried over"
-            )
+            raise ValueError("the session is another LLM's; a saved cache can be carried over")
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         """`params`, or the model's; ValueError for anything else."""

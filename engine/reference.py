@@ -41,12 +41,17 @@ class NumpyModel:
         """Run `ids` behind the rows of `cache`, append theirs, and give the last logits."""
         with timed(profile, "forward"):
             all_logits, rows = forward(self.config, self.tensors, ids, cache, len(logits))
-        for layer, (k, v) in enumerate(rows):
-            if cache.seq_len(layer):
-                for k_row, v_row in zip(k, v, strict=True):
-                    cache.push_row(layer, k_row, v_row)
-            else:
-                cache.set_prefill(layer, k, v)
+        start = cache.seq_len(0)
+        try:
+            for layer, (k, v) in enumerate(rows):
+                if start == 0:
+                    cache.set_prefill(layer, k, v)
+                else:
+                    for k_row, v_row in zip(k, v, strict=True):
+                        cache.push_row(layer, k_row, v_row)
+        except BaseException:
+            cache.truncate(start)
+            raise
         logits[:] = all_logits
 
 

@@ -40,17 +40,17 @@ class BasicKvCache:
         """Hold exactly the prompt's rows, k and v of (n, kv_dim), with room for 512 more."""
         check_prefill(k, v, self.kv_dim)
         n = len(k)
-        self._rows[layer] = 0
-        self._make_room(layer, n + KV_HEADROOM_ROWS)
+        self._make_room(layer, 0, n + KV_HEADROOM_ROWS)
         self._k[layer][:n] = k
         self._v[layer][:n] = v
+        self._rows[layer] = 0
         self._count_appended(layer, n)
 
     def push_row(self, layer: int, k_row: np.ndarray, v_row: np.ndarray) -> None:
         """Append one row, k_row and v_row of (kv_dim,)."""
         check_row(k_row, v_row, self.kv_dim)
-        self._make_room(layer, 1)
         n = self._rows[layer]
+        self._make_room(layer, n, 1)
         self._k[layer][n] = k_row
         self._v[layer][n] = v_row
         self._count_appended(layer, 1)
@@ -91,7 +91,8 @@ class BasicKvCache:
     def reserve(self, n_rows: int) -> None:
         """Room for `n_rows` more rows in every layer; the first time, and 512 besides."""
         for layer, held in enumerate(self._k):
-            self._make_room(layer, n_rows if len(held) else n_rows + KV_HEADROOM_ROWS)
+            room = n_rows if len(held) else n_rows + KV_HEADROOM_ROWS
+            self._make_room(layer, self._rows[layer], room)
 
     def kv(self) -> Kv:
         """Where kernels find the rows and write those reserved: one block. Valid until growth."""
@@ -107,9 +108,9 @@ class BasicKvCache:
         self._rows[layer] += n_rows
         self.counts.append += 2 * self._k[layer][:n_rows].nbytes
 
-    def _make_room(self, layer: int, n_rows: int) -> None:
-        """Grow a layer that has no room for `n_rows` more."""
-        rows, capacity = self._rows[layer], len(self._k[layer])
+    def _make_room(self, layer: int, rows: int, n_rows: int) -> None:
+        """Grow a layer that has no room for `n_rows` behind the first `rows`, which are kept."""
+        capacity = len(self._k[layer])
         if rows + n_rows <= capacity:
             return
         capacity = max(2 * capacity, rows + n_rows, KV_HEADROOM_ROWS)

@@ -82,17 +82,23 @@ class ConcatKvCache:
     def commit(self, n_rows: int) -> None:
         """Push the `n_rows` rows that were written behind the last, layer by layer."""
         assert self.seq_len(0) + n_rows <= self.capacity, "rows were written without being reserved"
-        for layer, (k, v) in enumerate(self._staged):
-            new = slice(self.seq_len(layer), self.seq_len(layer) + n_rows)
-            self._concatenate(layer, k[new], v[new])
+        rows = self.seq_len(0)
+        try:
+            for layer, (k, v) in enumerate(self._staged):
+                self._concatenate(layer, k[rows : rows + n_rows], v[rows : rows + n_rows])
+        except BaseException:
+            self.truncate(rows)  # of every layer: those that have got their rows lose them again
+            raise
         self._staged = []
 
     def _concatenate(self, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-        for sides, new in ((self._k, k), (self._v, v)):
-            self.counts.grow += sides[layer].nbytes
+        grown = []
+        for side, new in ((self._k[layer], k), (self._v[layer], v)):
+            grown.append(np.concatenate([side, new], axis=0, dtype=np.float32))
+            self.counts.grow += side.nbytes
             self.counts.append += self.kv_dim * len(new) * 4
             self.counts.allocations += 1
-            sides[layer] = np.concatenate([sides[layer], new], axis=0, dtype=np.float32)
+        self._k[layer], self._v[layer] = grown
 
     def _clone(self, layer: int, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V with `n_rows` rows of room behind them."""
