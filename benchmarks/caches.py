@@ -1,4 +1,4 @@
-"""KV caches side by side: python -m benchmarks.caches [--model M] [--prompts 17,511,2048,4000]
+"""KV caches side by side: python -m benchmarks.caches [--model M] [--prompts 17,511]
 
 Every cache continues the same prompt of random ids with the same model, greedily: concat, which
 copies on every append and read; basic, which does not; paged; and their float16 forms. The
@@ -78,6 +78,8 @@ def main(argv: list[str] | None = None) -> dict:
         ap.error(f"{', '.join(sorted(strange))}: no cache; {', '.join(KINDS_OF_CACHE)} are")
     if args.write and not readme.is_marked(args.write, MARK):
         ap.error(f"{args.write} has no {' ... '.join(readme.marks(MARK))}")
+    if args.picture and not args.picture.parent.is_dir():
+        ap.error(f"{args.picture.parent} is not a directory")
     if args.picture and Figure is None:
         ap.error('matplotlib is missing: pip install ".[benchmarks]"')
 

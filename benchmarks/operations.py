@@ -87,8 +87,8 @@ def markdown(profile: Profile, about: dict) -> str:
         f"{limits['bytes_per_second'] / 1e9:.1f} GB/s, multiplies "
         f"{limits['operations_per_second'] / 1e9:.0f} G op/s; {about['model']}, "
         f"{about['weights']}, {about['prompt']} tokens and {about['new']} after them. Times are "
-        f"the mean of steps and ranks; profiling made a step {about['cost_of_profiling']:+.1%} "
-        "longer.",
+        f"the mean of steps and ranks; a step took {1 + about['cost_of_profiling']:.3f} times as "
+        "long with the profiler as without.",
     ]
     found = profile.as_dict()
     for phase in PHASES:
@@ -101,7 +101,7 @@ def markdown(profile: Profile, about: dict) -> str:
         for name, row in what["rows"].items():
             if abs(row["share"]) >= LEAST:
                 figures = f"{row['calls']:.0f} | {row['ms']:.3f} | {row['share']:.1%}"
-                lines.append(f"| {name} | {figures} | {profile.speed(row)} |")
+                lines.append(f"| {name} | {figures} | {profile.speed(name, row)} |")
     return "\n".join(lines)
 
 

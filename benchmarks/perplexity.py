@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     ap.add_argument("--window", type=int, default=512)
     ap.add_argument("--tokens", type=int, help="only the first TOKENS of the text")
     args = ap.parse_args(argv)
+    if not args.text.is_file():
+        ap.error(f"{args.text} is not a file")
     result, first = {}, None
     for kind, kv in product(args.weights.split(","), args.kv_dtypes.split(",")):
         llm, name = LLM(args.model, weights=kind, kv_dtype=kv, prefill_chunk=PIECE), f"{kind}, {kv}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
+from engine.chat import ThinkingSplitter
 from engine.metrics import Metrics
 from engine.profiler import Profile, timed
 from engine.sampler import Sampler
@@ -24,6 +25,7 @@ class Completion:
     finish_reason: str | None  # "stop": end of text; "length"; None: not finished
     metrics: Metrics
     profile: Profile | None = None  # where one was asked for
+    reasoning: str | None = None  # what a model thought before it answered, in a chat
 
 
 class Decoding:
@@ -104,37 +106,52 @@ class Generation:
     continue from, so that an interrupted one loses nothing.
     """
 
-    def __init__(self, model, session, params, limit, eos_ids, stream, metrics, profile=None):
+    def __init__(
+        self, model, session, params, limit, eos_ids, stream, metrics, profile=None, splitter=None
+    ):
         """`session`: ids, the last of them without rows in its cache. `limit`: tokens to follow at
-        most. `stream`: a TextStream, or None for ids only. `profile`: is filled."""
+        most. `stream`: a TextStream, or None for ids only. `profile`: is filled. `splitter`: what
+        tells thoughts from the answer; None where all is answer."""
         self.session, self.params = session, params
         self._decoding = Decoding(model, session, params, limit, eos_ids, metrics, profile)
         # Neither of the two knows this object: one that is dropped is collected at once, and with
         # it the cache, whose blocks another request may wait for.
         self._tokens = self._decoding.run()
         self._stream: TextStream | None = stream
-        self._text = ""
+        self._splitter: ThinkingSplitter | None = splitter
+        self._text = {"answer": "", "reasoning": ""}
 
     @property
     def completion(self) -> Completion:
-        d, text = self._decoding, None if self._stream is None else self._text
-        return Completion(text, list(d.token_ids), d.finish_reason, d.metrics, d.profile)
+        d, text = self._decoding, None if self._stream is None else self._text["answer"]
+        done = text, list(d.token_ids), d.finish_reason, d.metrics, d.profile
+        return Completion(*done, self._text["reasoning"] or None)
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text, whole characters only; joined they are the completion's text.
 
         Iterating again goes on where the last iteration was left.
         """
+        return (piece for kind, piece in self.parts() if kind == "answer")
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """Pieces of text and what they are: "answer", or in a chat "reasoning"."""
         assert self._stream is not None, "text needs a tokenizer"
         for token in self._tokens:
             with timed(self._decoding.profile, "text"):
-                piece = self._stream.push(token)
-            if piece:
-                self._text += piece
-                yield piece
-        if piece := self._stream.flush():
-            self._text += piece
-            yield piece
+                pieces = self._split(self._stream.push(token))
+            yield from self._kept(pieces)
+        yield from self._kept(self._split(self._stream.flush(), True))
+
+    def _split(self, text: str, ended: bool = False) -> list[tuple[str, str]]:
+        if self._splitter is None:
+            return [("answer", text)] if text else []
+        return self._splitter.push(text, ended)
+
+    def _kept(self, pieces: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+        for kind, piece in pieces:
+            self._text[kind] += piece
+            yield kind, piece
 
     def tokens(self) -> Iterator[int]:
         """Token ids as they are chosen."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from engine.cache import KV_CACHES, KV_DTYPES, CacheMaker, KvCache, snapshot
+from engine.chat import OPEN, ChatTemplate, ThinkingSplitter
+from engine.checks import check_kv, check_size, is_id, is_many, one_of
 from engine.config import ModelConfig, read_json, show
 from engine.generate import Completion, Generation
 from engine.kernels.int8 import FORM
@@ -55,7 +57,7 @@ class LLM:
         weights: str = "q8_0",
         kv_cache: str = "basic",
         kv_dtype: str = "f32",
-        kv_block_rows: int = 16,
+        kv_block_rows: int | None = None,
         kv_max_blocks: int | None = None,
         backend: str = "simd",
         threads: int | None = None,
@@ -68,16 +70,16 @@ class LLM:
         "q8_0" (8 bits and a scale for 32), "bf16" or "f32". kv_cache: how K and V are, "basic" (one
         array that grows), "paged" (blocks of a pool) or "concat" (the baseline, for comparison);
         kv_dtype: as "f32", or as "f16" in half the bytes. kv_block_rows and kv_max_blocks: rows of
-        a paged block, and blocks of the pool that all requests share; None for as many as one
-        request of the whole context needs. threads: None for one a core. context: the most
+        a paged block, None for 16, and blocks of the pool that all requests share, None for as many
+        as one request of the whole context needs. threads: None for one a core. context: the most
         positions, prompt and generated text together; None for what the model was trained for.
         prefill_chunk: how many tokens of a prompt are computed in one step. ValueError says what
         cannot be used and why.
         """
         one_of("weights", weights, KINDS)
         one_of("kv_cache", kv_cache, KV_CACHES)
-        one_of("kv_dtype", kv_dtype, ("f32",) if kv_cache == "concat" else KV_DTYPES)
-        check_size("kv_block_rows", kv_block_rows, 1 << 16)
+        one_of("kv_dtype", kv_dtype, KV_DTYPES)
+        check_kv(kv_cache, kv_dtype, kv_block_rows, kv_max_blocks)
         one_of("backend", backend, BACKENDS)
         threads = default_threads() if threads is None else check_threads(threads)
         check_size("prefill_chunk", prefill_chunk, 1 << 16)
@@ -87,6 +89,7 @@ class LLM:
         if context is not None:
             self.context = check_size("context", context, self.config.max_context)
         self.tokenizer = Tokenizer.from_dir(path)
+        self.chat_template = ChatTemplate.from_dir(path)
         self.eos_ids = self.config.eos_ids
         if self.tokenizer is not None:
             if self.tokenizer.n_ids > self.config.vocab_size:
@@ -96,8 +99,8 @@ class LLM:
                 )
             self.eos_ids |= self.tokenizer.eos_ids
         self.default_params = default_params(path)
-        blocks = -(-self.context // kv_block_rows) if kv_max_blocks is None else kv_max_blocks
-        check_size("kv_max_blocks", blocks, 1 << 32)
+        kv_block_rows = kv_block_rows or 16
+        blocks = kv_max_blocks or -(-self.context // kv_block_rows)
         sizes = self.config.n_layers, self.config.kv_dim
         self._caches = CacheMaker(kv_cache, *sizes, kv_dtype, kv_block_rows, blocks)
         self.settings = {
@@ -134,7 +137,8 @@ class LLM:
         """Continue a prompt (text or token ids), or each of a list of them.
 
         params: None for the model's own (`default_params`). With a `session`, only what it does not
-        hold of the prompt is computed, and it holds prompt and answer afterwards; without a prompt
+        hold of the prompt is computed, and it holds prompt and answer afterwards (tokens that were
+        generated keep their rows, which differ from a prompt's in the last bits); without a prompt
         its own tokens are continued. With `profile`, the completion's `profile` says what each step
         spent its time on (profiler.py).
         """
@@ -159,6 +163,38 @@ class LLM:
             raise ValueError("the checkpoint has no tokenizer.json: text needs one, ids do not")
         return self._start(prompt, params, session, profile)
 
+    def chat(
+        self,
+        messages: Sequence[Mapping],
+        params: SamplingParams | None = None,
+        session: Session | None = None,
+        profile: bool = False,
+        **arguments,
+    ) -> Completion:
+        """The model's answer to a conversation, as its chat template writes it.
+
+        messages: OpenAI's, each with a `role` and `content`. arguments: for the template, such as
+        `tools` or `enable_thinking`. Thoughts are in the completion's `reasoning`. With a `session`
+        that holds an earlier part of the conversation only what is new is computed.
+        """
+        return self._finish(self.stream_chat(messages, params, session, profile, **arguments))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping],
+        params: SamplingParams | None = None,
+        session: Session | None = None,
+        profile: bool = False,
+        **arguments,
+    ) -> Generation:
+        """As `chat`: iterate over pieces of the answer, or over `parts()` for thoughts too."""
+        if self.chat_template is None or self.tokenizer is None:
+            what = "chat template" if self.tokenizer else "tokenizer.json"
+            raise ValueError(f"the checkpoint has no {what}: it continues text, and does not chat")
+        ids = self.chat_template.encode(self.tokenizer, messages, **arguments)
+        opened = self.chat_template.render(messages, **arguments).rstrip().endswith(OPEN)
+        return self._start(ids, params, session, profile, ThinkingSplitter(opened))
+
     def new_session(self) -> Session:
         """An empty one, for `generate` or `stream` to fill."""
         return Session(self.new_cache(), owner=self._model)
@@ -175,7 +211,9 @@ class LLM:
         Its cache may have been of another kind: the rows are the same.
         """
         cache = self.new_cache()
-        ids, n_prompt = snapshot.load(path, cache, self._fingerprint, self.context)
+        room = self._caches.pool.max_rows + 1 if self._caches.pool else self.context
+        limit = min(room, self.context)
+        ids, n_prompt = snapshot.load(path, cache, self._fingerprint, limit)
         try:
             return Session(cache, self._ids_of(ids), n_prompt, self._model)
         except ValueError as e:  # an id that no embedding has
@@ -224,6 +262,7 @@ class LLM:
         params: SamplingParams | None,
         session: Session | None = None,
         profile: bool = False,
+        splitter: ThinkingSplitter | None = None,
     ) -> Generation:
         metrics = Metrics()
         params = self._checked(params)
@@ -242,7 +281,7 @@ class LLM:
         stream = self.tokenizer.stream() if self.tokenizer else None
         recorder = Profile(self._model) if profile else None
         return Generation(
-            self._model, session, params, limit, self.eos_ids, stream, metrics, recorder
+            self._model, session, params, limit, self.eos_ids, stream, metrics, recorder, splitter
         )
 
     def _check_session(self, session: Session | None) -> None:
@@ -294,16 +333,6 @@ class LLM:
         return ids
 
 
-def is_many(prompt: object) -> bool:
-    """Whether these are several prompts: a list of texts or of lists of ids."""
-    listed = isinstance(prompt, list | tuple) and len(prompt) > 0
-    return listed and all(isinstance(item, str | Sequence | np.ndarray) for item in prompt)
-
-
-def is_id(item: object) -> bool:
-    return isinstance(item, int | np.integer) and not isinstance(item, bool)
-
-
 def default_params(path: Path) -> SamplingParams:
     """How the model's makers would sample: generation_config.json, where it says something."""
     file = path / "generation_config.json"
@@ -313,14 +342,3 @@ def default_params(path: Path) -> SamplingParams:
         return SamplingParams(**{k: raw[k] for k in known if raw.get(k) is not None})
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from None
-
-
-def one_of(name: str, value: object, known) -> None:
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} is {value!r}; one of {', '.join(known)} is needed")
-
-
-def check_size(name: str, value: object, most: int) -> int:
-    if not is_id(value) or not 1 <= value <= most:
-        raise ValueError(f"{name} is {value!r}; a whole number from 1 to {most} is needed")
-    return int(value)

@@ -83,12 +83,17 @@ class Arithmetic:
 
 
 def bounds(threads: int, kind: str) -> dict[str, float]:
-    """What profiles are compared to: bytes read and operations of `kind` (of Arithmetic) a second,
-    the medians of three."""
+    """What profiles are compared to, a second: bytes read, operations of `kind` (of Arithmetic) and
+    of float32; the medians of three."""
     memory, arithmetic = ReadBandwidth(threads), Arithmetic(threads)
+
+    def rate(kind: str) -> float:
+        return statistics.median(arithmetic.measure(kind) for _ in range(3))
+
     return {
         "bytes_per_second": statistics.median(memory.measure() for _ in range(3)),
-        "operations_per_second": statistics.median(arithmetic.measure(kind) for _ in range(3)),
+        "operations_per_second": rate(kind),
+        "f32_operations_per_second": rate("f32"),
     }
 
 

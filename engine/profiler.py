@@ -17,6 +17,7 @@ import numpy as np
 from engine.kernels.clock import OPERATIONS, new_clock, ticks
 
 PHASES = "prefill", "decode"
+OPERATIONS_RATE = "operations_per_second"
 NOTHING = nullcontext()
 
 
@@ -112,6 +113,16 @@ class Profile:
             found.append([Part(*part) for part in times])
         return found
 
+    def parts(self, step: Step) -> Iterator[tuple[Part, float, int]]:
+        """All parts of a step: each with its weight, 1 / ranks for a rank's, and its rank."""
+        ranks = self.rank_parts(step)
+        for rank, some in enumerate(ranks):
+            for part in some:
+                yield part, 1 / len(ranks), rank
+        for i, part in enumerate(step.python):
+            if i != step.kernel or not ranks:
+                yield part, 1.0, 0
+
     def rows(self, phase: str) -> dict[str, dict[str, float]]:
         """For each operation of a phase: calls and ms a step, share of the step's time, and where
         they are known the bytes and operations a second. The mean of steps and ranks; the rest of
@@ -121,15 +132,9 @@ class Profile:
             return {}
         seconds, calls = {}, {}
         for step in steps:
-            ranks = self.rank_parts(step)
-            for parts in ranks:
-                for p in parts:
-                    seconds[p.name] = seconds.get(p.name, 0.0) + p.seconds / len(ranks)
-                    calls[p.name] = calls.get(p.name, 0) + p.calls / len(ranks)
-            for i, p in enumerate(step.python):
-                if i != step.kernel or not ranks:
-                    seconds[p.name] = seconds.get(p.name, 0.0) + p.seconds
-                    calls[p.name] = calls.get(p.name, 0) + p.calls
+            for p, weight, _ in self.parts(step):
+                seconds[p.name] = seconds.get(p.name, 0.0) + p.seconds * weight
+                calls[p.name] = calls.get(p.name, 0) + p.calls * weight
         whole = sum(step.seconds for step in steps)
         seconds["python"], calls["python"] = whole - sum(seconds.values()), len(steps)
         work = self._work(steps)
@@ -178,23 +183,30 @@ class Profile:
             if phase == "bounds":
                 continue
             tokens = f", {found['tokens']} tokens" if phase == "prefill" else ""
-            lines.append(f"{phase}: {found['steps']} steps{tokens}, {found['ms']:.3f} ms a step")
+            steps = f"{found['steps']} step{'s' if found['steps'] > 1 else ''}"
+            lines.append(f"{phase}: {steps}{tokens}, {found['ms']:.3f} ms a step")
             lines.append(f"  {'operation':<14}{'calls':>7}{'ms':>10}{'share':>8}  speed")
             for name, row in found["rows"].items():
-                speed = self.speed(row)
+                speed = self.speed(name, row)
                 line = f"  {name:<14}{row['calls']:>7.0f}{row['ms']:>10.3f}{row['share']:>8.1%}"
                 lines.append(f"{line}  {speed}".rstrip())
             lines.append("")
         return "\n".join(lines).rstrip()
 
-    def speed(self, row: dict[str, float]) -> str:
-        """Bytes or operations a second, whichever is nearer to its bound."""
-        shares = {u: row[u] / self.bounds[u] for u in self.bounds if row.get(u)}
+    def speed(self, name: str, row: dict[str, float]) -> str:
+        """Bytes or operations a second of an operation, whichever is nearer to its bound.
+
+        Attention multiplies float32 numbers, whatever the weights are.
+        """
+        limits = {unit: self.bounds.get(unit) for unit in ("bytes_per_second", OPERATIONS_RATE)}
+        if name == "attention":
+            limits[OPERATIONS_RATE] = self.bounds.get(f"f32_{OPERATIONS_RATE}")
+        shares = {u: row[u] / most for u, most in limits.items() if most and row.get(u)}
         if not shares:
             return ""
         unit = max(shares, key=shares.get)
-        short = {"bytes_per_second": "GB/s", "operations_per_second": "G op/s"}[unit]
-        return f"{row[unit] / 1e9:.1f} {short}, {shares[unit]:.0%} of {self.bounds[unit] / 1e9:.1f}"
+        short = "G op/s" if unit == OPERATIONS_RATE else "GB/s"
+        return f"{row[unit] / 1e9:.1f} {short}, {shares[unit]:.0%} of {limits[unit] / 1e9:.1f}"
 
 
 def timed(profile: Profile | None, name: str, cache=None):
@@ -214,9 +226,6 @@ def arrays(profile: Profile) -> dict[str, np.ndarray]:
         "token_id": np.array([-1 if s.token_id is None else s.token_id for s in steps]),
     }
     for i, step in enumerate(steps):
-        ranks = profile.rank_parts(step)
-        shared = [(p, len(ranks)) for parts in ranks for p in parts]
-        own = [(p, 1) for j, p in enumerate(step.python) if j != step.kernel or not ranks]
-        for p, n in shared + own:
-            found.setdefault(p.name, np.zeros(len(steps)))[i] += 1e3 * p.seconds / n
+        for p, weight, _ in profile.parts(step):
+            found.setdefault(p.name, np.zeros(len(steps)))[i] += 1e3 * p.seconds * weight
     return found

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
+DIM = "\x1b[2m{}\x1b[0m"
 
 try:
     from engine.cache import KV_CACHES, KV_DTYPES
+    from engine.generate import Generation
     from engine.llm import BACKENDS, LLM
     from engine.loading.weights import KINDS
     from engine.machine import bounds
@@ -48,6 +51,10 @@ def parser() -> Parser:
 
     ap.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
     option("--prompt-file", str, "F", None, "read the prompt from F, as it is; - is stdin")
+    ap.add_argument("--chat", action="store_true", help="PROMPT is a message: answer it")
+    option("--system", str, "TEXT", None, "with --chat, a system message before it")
+    ap.add_argument("--no-thinking", action="store_true", help="with --chat, answer at once")
+    ap.add_argument("--hide-thinking", action="store_true", help="do not show thoughts on stderr")
     option("--model", str, "M", None, "a checkpoint directory or a hub name (default: built-in)")
     option("--max-tokens", int, "N", default.max_tokens, "at most N tokens (default: %(default)s)")
     own = "default: the model's own, else"
@@ -68,13 +75,13 @@ def parser() -> Parser:
     for name, values, text in (
         ("--weights", list(KINDS), "how matrices are kept in memory"),
         ("--kv-cache", KV_CACHES, "how K and V are kept: in place, in blocks, or as the baseline"),
-        ("--kv-dtype", list(KV_DTYPES), "f16: K and V in half the bytes"),
+        ("--kv-dtype", list(KV_DTYPES), "f16: K and V in half the bytes, if basic or paged"),
         ("--backend", BACKENDS, "compiled kernels, or the reference in plain NumPy"),
     ):
         ap.add_argument(
             name, choices=values, default=values[0], help=f"{text} (default: %(default)s)"
         )
-    option("--kv-block-rows", int, "N", 16, "rows of a paged block (default: %(default)s)")
+    option("--kv-block-rows", int, "N", None, "rows of a paged block (default: 16)")
     option("--kv-max-blocks", int, "N", None, "paged blocks (default: what the context needs)")
     option("--save-cache", Path, "F", None, "write the tokens and their K and V to F afterwards")
     option("--load-cache", Path, "F", None, "continue from F, or reuse what PROMPT shares with it")
@@ -111,10 +118,19 @@ def run(args: argparse.Namespace) -> int:
     given = {n: vars(args)[n] for n in names if vars(args).get(n) is not None}
     SamplingParams(**given)  # said before any work
     prompt = prompt_of(args)
+    if args.chat and prompt is None:
+        raise ValueError("--chat needs a PROMPT: the message to answer")
+    for name in ("system", "no_thinking"):
+        if vars(args)[name] and not args.chat:
+            raise ValueError(f"--{name.replace('_', '-')} is for --chat")
+    thinking = {"enable_thinking": False} if args.no_thinking else {}
     for name in ("save_cache", "trace", "steps"):  # said before any work
         path = getattr(args, name)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(f"--{name.replace('_', '-')}: {path} is not a file in a directory")
+    outputs = [p for p in (args.save_cache, args.trace, args.steps) if p is not None]
+    if len(set(outputs)) < len(outputs):
+        raise ValueError("--save-cache, --trace and --steps need a file each")
     llm = LLM(
         args.model,
         weights=args.weights,
@@ -129,22 +145,36 @@ def run(args: argparse.Namespace) -> int:
     session = llm.load_cache(args.load_cache) if args.load_cache else llm.new_session()
     wanted = args.profile or args.trace is not None or args.steps is not None
     params = replace(llm.default_params, **given)
-    generation = llm.stream(prompt, params, session, wanted)
-    status = 0
+    if args.chat:
+        generation = llm.stream_chat(messages_of(args, prompt), params, session, wanted, **thinking)
+    else:
+        generation = llm.stream(prompt, params, session, wanted)
+    status, thoughts_shown = 0, sys.stderr.isatty() and not args.hide_thinking
     try:
-        for piece in generation:
-            if not args.json:
+        for kind, piece in generation.parts():
+            if kind == "reasoning" and thoughts_shown:
+                print(DIM.format(piece), end="", file=sys.stderr, flush=True)
+            elif kind == "answer" and not args.json:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
         status = INTERRUPTED
+    if args.save_cache:  # first of all: what follows can fail
+        llm.save_cache(session, args.save_cache)
+    report(args, llm, generation)
+    return status
+
+
+def report(args: argparse.Namespace, llm: LLM, generation: Generation) -> None:
+    """What a run has to say when its text is out, and the files that were asked for."""
     done = generation.completion
     if args.profile:
-        done.profile.bounds = bounds(
-            llm.settings["threads"], "int8" if llm.settings["int8"] else "f32"
-        )
+        kind = "int8" if llm.settings["int8"] else "f32"
+        with suppress(MemoryError):  # then the table has no bounds
+            done.profile.bounds = bounds(llm.settings["threads"], kind)
     if args.json:
         result = {
             "text": done.text,
+            **({"reasoning": done.reasoning} if args.chat else {}),
             "token_ids": done.token_ids,
             "finish_reason": done.finish_reason,
             "metrics": done.metrics.as_dict(),
@@ -156,18 +186,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(flush=True)
         print(done.metrics.report(args.backend, args.kv_cache), file=sys.stderr)
-    if args.load_cache and not args.json:
-        m = done.metrics
-        print(f"reused {m.cached_tokens} of {m.prompt_tokens} tokens", file=sys.stderr)
-    if args.profile and not args.json:
-        print(f"\n{done.profile.table()}", file=sys.stderr)
+        if args.load_cache:
+            m = done.metrics
+            print(f"reused {m.cached_tokens} of {m.prompt_tokens} tokens", file=sys.stderr)
+        if args.profile:
+            print(f"\n{done.profile.table()}", file=sys.stderr)
     if args.trace:
         write_trace(done.profile, args.trace)
     if args.steps:
         write_steps(done.profile, args.steps)
-    if args.save_cache:
-        llm.save_cache(session, args.save_cache)
-    return status
+
+
+def messages_of(args: argparse.Namespace, prompt: str) -> list[dict]:
+    """The conversation that `prompt` and --system are."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": prompt}]
 
 
 def prompt_of(args: argparse.Namespace) -> str | None:

@@ -11,13 +11,18 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import tokenizers
 
 from engine.config import read_json
+
+# Characters that hardly any text has, which print, so that a list shown in a text shows them.
+RARE = range(0x20000, 0x2A6DE)  # CJK Unified Ideographs Extension B
 
 
 class Tokenizer:
@@ -29,10 +34,14 @@ class Tokenizer:
     def __init__(self, rust: tokenizers.Tokenizer, eos_ids: frozenset[int], n_ids: int) -> None:
         self.n_ids = n_ids  # highest id + 1, added tokens included
         self.eos_ids = eos_ids  # of tokenizer_config.json's eos_token
-        self._rust = rust
+        self._rust, self._plain = rust, without_added_tokens(rust)
+        self._added = rust.get_added_tokens_decoder()  # id -> tokenizers.AddedToken
+        self.added_ids = {token.content: i for i, token in self._added.items() if token.content}
+        self.every = Spelling([*self.added_ids])
+        self.special = Spelling([c for c, i in self.added_ids.items() if self._added[i].special])
         self._bytes = {  # id -> its bytes: added tokens at once, others when they first appear
             token_id: b"" if token.special else token.content.encode()
-            for token_id, token in rust.get_added_tokens_decoder().items()
+            for token_id, token in self._added.items()
         }
 
     @classmethod
@@ -52,15 +61,39 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, never cut; a special token spelled out in it becomes that token."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise ValueError(
-                f"the text is not valid Unicode: character {e.start} is {text[e.start]!r}, "
-                "a lone surrogate"
-            ) from None
+        refuse_surrogates(text)
         with rust_errors("the text cannot be turned into tokens"):
             return self._rust.encode(text, add_special_tokens=True).ids
+
+    def split(self, text: str) -> Iterator[tuple[str, list[int]]]:
+        """`text` cut at added tokens, as `encode` cuts it: what stands before each, and [its id].
+
+        Last comes what follows them all, and []. ValueError for a token that is not found by its
+        content alone.
+        """
+        for token in self._added.values():
+            if token.single_word or token.lstrip or token.rstrip:
+                raise ValueError(
+                    f"added token {token.content!r} has flags that are not implemented"
+                )
+        end = 0
+        for match in self.every.whole.finditer(text):
+            yield text[end : match.start()], [self.added_ids[match[0]]]
+            end = match.end()
+        yield text[end:], []
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of `text` in which every added token spelled out is text; none is added.
+
+        ValueError where the vocabulary itself makes a special token of a text.
+        """
+        refuse_surrogates(text)
+        with rust_errors("the text cannot be turned into tokens"):
+            ids = self._plain.encode(text, add_special_tokens=False).ids
+        for token in (self._added[i] for i in self._added.keys() & ids):
+            if token.special:
+                raise ValueError(f"this tokenizer cannot write {token.content!r} as text")
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without special tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -94,6 +127,82 @@ class TextStream:
         return self._utf8.decode(b"", final=True)
 
 
+def refuse_surrogates(text: str) -> None:
+    """ValueError for a text that has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(
+            f"the text is not valid Unicode: character {e.start} is {text[e.start]!r}, "
+            "a lone surrogate"
+        ) from None
+
+
+class StandIns:
+    """Rare characters in place of added tokens that are only text where they are spelled.
+
+    `by_model`: a model wrote the text, and only tokens marked special are no more than text in it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, used: str) -> None:
+        """`used`: a text with every character that no stand-in may be."""
+        contents, used = tokenizer.added_ids, set(used)
+        unused = (c for c in map(chr, RARE) if c not in used)
+        free = list(islice(unused, len(contents) + 1))
+        if len(free) <= len(contents):
+            raise ValueError("the text has nearly all characters from U+20000 on")
+        self._cut, *stand_ins = free  # the first stands for nothing
+        self._of = dict(zip(contents, stand_ins, strict=True))
+        self._shown = {ord(self._cut): ""} | {ord(c): content for content, c in self._of.items()}
+        self._every, self._special = tokenizer.every, tokenizer.special
+
+    def hide(self, text: str, by_model: bool) -> str:
+        """`text` with a stand-in for each token in it; nor can one form across its ends."""
+        return self._replaced(text, by_model, lambda match: self._of[match[0]])
+
+    def mark(self, text: str, by_model: bool) -> str:
+        """`hide`, but each token stays, beside its stand-in, and with it what `text` begins with
+        and what it ends with."""
+
+        def marked(match: re.Match) -> str:
+            at_end = match.end() == len(text) and match.start() > 0
+            stand_in = self._of[match[0]]
+            return self._cut + stand_in + match[0] if at_end else match[0] + stand_in
+
+        return self._replaced(text, by_model, marked)
+
+    def hide_marked(self, text: str) -> str:
+        """What `hide` would have made of what `mark` has made."""
+        for token, stand_in in self._of.items():
+            text = text.replace(self._cut + stand_in + token, stand_in)
+            text = text.replace(token + stand_in, stand_in)
+        return text
+
+    def count(self, text: str) -> int:
+        return sum(map(text.count, self._of.values()))
+
+    def shown(self, text: str) -> str:
+        """`text` with the tokens themselves."""
+        return text.translate(self._shown)
+
+    def _replaced(self, text: str, by_model: bool, replacement) -> str:
+        spelled = self._special if by_model else self._every
+        name = text.isidentifier()  # "user", "function": what templates look up and compare
+        before = self._cut if not name and text.startswith(spelled.tails) else ""
+        after = self._cut if not name and text.endswith(spelled.heads) else ""
+        return before + spelled.whole.sub(replacement, text) + after
+
+
+class Spelling:
+    """How some tokens appear in a text: whole, or cut off where it begins or ends."""
+
+    def __init__(self, contents: list[str]) -> None:
+        longest_first = sorted(contents, key=len, reverse=True)
+        self.whole = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.heads = tuple({content[:n] for content in contents for n in range(1, len(content))})
+        self.tails = tuple({content[n:] for content in contents for n in range(1, len(content))})
+
+
 @contextmanager
 def rust_errors(what: str) -> Iterator[None]:
     """ValueError, in one line, for whatever the package raises inside the block."""
@@ -119,6 +228,16 @@ def open_rust(file: Path) -> tokenizers.Tokenizer:
     if kinds != ["ByteLevel"]:
         raise ValueError(f"{file}: decoder {'+'.join(kinds)} is not implemented; ByteLevel is")
     return rust
+
+
+def without_added_tokens(rust: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer of the same model (not a copy) that knows no added token."""
+    plain = tokenizers.Tokenizer(rust.model)
+    if rust.normalizer:
+        plain.normalizer = rust.normalizer
+    if rust.pre_tokenizer:
+        plain.pre_tokenizer = rust.pre_tokenizer
+    return plain
 
 
 def eos_of(config: dict, vocab: dict[str, int], file: Path) -> frozenset[int]:

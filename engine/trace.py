@@ -23,12 +23,7 @@ def trace(profile: Profile) -> dict:
         about = {"tokens": step.tokens, "context": step.context, "token_id": step.token_id}
         frame = Part(f"{step.phase} {i}", step.start, step.seconds)
         events.append(event(frame, n_ranks, step.phase, about))
-        ranks = profile.rank_parts(step)
-        for j, part in enumerate(step.python):
-            if j != step.kernel or not ranks:
-                events.append(event(part, 0, "python"))
-        for rank, parts in enumerate(ranks):
-            events += [event(part, rank, step.phase) for part in parts]
+        events += [event(part, rank, step.phase) for part, _, rank in profile.parts(step)]
         rows = step.context + step.tokens
         for name, value in (("KV rows", rows), ("KV bytes", rows * step.row_bytes)):
             at = 1e6 * (step.start + step.seconds)

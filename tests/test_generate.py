@@ -10,6 +10,7 @@ import pytest
 
 import engine
 from engine.cache import BasicKvCache
+from engine.chat import ThinkingSplitter
 from engine.generate import Generation
 from engine.metrics import Metrics
 from engine.sampler import SamplingParams
@@ -58,7 +59,13 @@ class ScriptedModel:
 
 
 def generation(
-    model: ScriptedModel, prompt=(1,), context=1000, eos_ids=EOS, stream=True, **params
+    model: ScriptedModel,
+    prompt=(1,),
+    context=1000,
+    eos_ids=EOS,
+    stream=True,
+    splitter=None,
+    **params,
 ) -> Generation:
     session = Session(BasicKvCache(n_layers=2, kv_dim=16), list(prompt), len(prompt))
     asked = SamplingParams(**{"temperature": 0, "max_tokens": None, **params})
@@ -71,6 +78,7 @@ def generation(
         eos_ids,
         TOKENIZER.stream() if stream else None,
         Metrics(lambda: model.time),
+        splitter=splitter,
     )
 
 
@@ -316,6 +324,21 @@ def test_completion_is_a_snapshot():
     early = request.completion
     assert list(tokens) == [11, 12]
     assert (early.token_ids, early.finish_reason) == ([10], None)
+
+
+def test_thoughts_are_no_answer():
+    """Thoughts shown as the answer, or the answer to an empty thought lost."""
+    ids = TOKENIZER.encode("<think>\nTo be?\n</think>\n\nNot to be.")
+    request = generation(ScriptedModel(*ids), splitter=ThinkingSplitter(), max_tokens=len(ids))
+    parts = list(request.parts())
+    assert "".join(text for kind, text in parts if kind == "reasoning") == "To be?"
+    done = request.completion
+    assert (done.text, done.reasoning) == ("Not to be.", "To be?")
+    plain = generation(ScriptedModel(*ids), max_tokens=len(ids))
+    assert "".join(plain).startswith("<think>") and plain.completion.reasoning is None
+    empty = TOKENIZER.encode("<think>\n\n</think>\n\nNot.")
+    request = generation(ScriptedModel(*empty), splitter=ThinkingSplitter(), max_tokens=len(empty))
+    assert "".join(request) == "Not." and request.completion.reasoning is None
 
 
 # --- times ---

@@ -2,7 +2,9 @@
 
 import json
 import multiprocessing
+import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -278,6 +280,40 @@ def test_a_pool_too_small_is_said_before_any_work(tmp_path, monkeypatch):
     for max_tokens in (1, None):
         with pytest.raises(ValueError, match="35 tokens and 1 to follow"):
             llm.generate(range(35), SamplingParams(max_tokens=max_tokens))
+
+
+@pytest.fixture
+def chatty(tmp_path) -> Path:
+    """The built-in model with a chat template."""
+    shutil.copytree(BUILT_IN, tmp_path / "m", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (tmp_path / "m" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant{{ mark or '' }}:{% endif %}"
+    )
+    return tmp_path / "m"
+
+
+def test_chat(chatty):
+    """A template left out, its arguments lost, or a conversation computed anew at every turn."""
+    llm, session = LLM(chatty), None
+    messages = [{"role": "user", "content": "To be?"}]
+    first = llm.chat(messages, GREEDY, session := llm.new_session())
+    assert first.text == llm.generate("user: To be?\nassistant:", GREEDY).text
+    marked = llm.chat(messages, GREEDY, mark="!")
+    assert marked.token_ids == llm.generate("user: To be?\nassistant!:", GREEDY).token_ids
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Why?"}]
+    second = llm.chat(messages, GREEDY, session)
+    assert second.metrics.cached_tokens >= first.metrics.prompt_tokens
+    assert second.token_ids == llm.chat(messages, GREEDY).token_ids
+    assert "".join(llm.stream_chat(messages, GREEDY)) == second.text
+
+
+def test_chat_without_a_template(built_in, tmp_path):
+    """A conversation joined somehow, in a form that the model has never seen."""
+    with pytest.raises(ValueError, match="no chat template"):
+        built_in.chat([{"role": "user", "content": "Hi"}])
+    with pytest.raises(ValueError, match="no tokenizer.json"):
+        LLM(write_checkpoint(tmp_path)).chat([{"role": "user", "content": "Hi"}])
 
 
 def test_defaults_are_the_models(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import pytest
 from checkpoints import write_checkpoint
 
+from engine.llm import BUILT_IN
 from engine.run import main
 
 REPORT = """\
@@ -190,7 +192,7 @@ def test_interrupt_keeps_the_text_and_prints_the_report(json_too):
         command("To be", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     first = "" if json_too else child.stdout.read(1)
-    time.sleep(2.5 if json_too else 0.2)
+    time.sleep(5 if json_too else 0.2)
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=20)
     if child.returncode == 0:
@@ -243,3 +245,21 @@ def test_an_environment_that_asks_for_the_impossible():
     done = run("To be", env={**os.environ, "ENGINE_INT8": "fast"})
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ENGINE_INT8 is 'fast'") and done.stderr.count("\n") == 1
+
+
+def test_chat(tmp_path, capsys):
+    """A message continued as text instead of answered; flags of a chat ignored without one."""
+    ignore = shutil.ignore_patterns("*.py", "__pycache__")
+    model = shutil.copytree(BUILT_IN, tmp_path / "m", ignore=ignore)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (model / "chat_template.jinja").write_text(template)
+    flags = ["--model", str(model), "--temperature", "0", "--max-tokens", "5"]
+    assert main(["--chat", "To be?", "--system", "Rhyme.", *flags]) == 0
+    answer = capsys.readouterr().out
+    assert main(["system: Rhyme.\nuser: To be?\nassistant:", *flags]) == 0
+    assert capsys.readouterr().out == answer
+    assert main(["--chat", "To be?", "--no-thinking", "--json", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["reasoning"] is None
+    for wrong in (["--chat"], ["x", "--system", "y"], ["x", "--no-thinking"], ["--chat", "x"]):
+        assert main(wrong) == 2
+        assert capsys.readouterr().err.count("\n") == 1

@@ -109,7 +109,7 @@ def check_tensors(file, cache, n_prompt: int, max_ids: int) -> None:
     if ids.get_dtype() != "I64" or len(n) != 1 or not max(n_prompt, 1) <= n[0]:
         raise ValueError(f"is corrupted: its ids are {ids.get_dtype()} of {n}")
     if n[0] > max_ids:
-        raise ValueError(f"holds {n[0]} tokens, which do not fit in a context of {max_ids}")
+        raise ValueError(f"holds {n[0]} tokens; there is room for {max_ids}")
     rows = (stored["layers.0.k"].get_shape() or [-1])[0]
     for name, side in stored.items():
         shape, dtype = side.get_shape(), STORED.get(side.get_dtype())

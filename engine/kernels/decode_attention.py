@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.kernels.attention import CHUNK, LOWEST, softmax_chunk
 from engine.kernels.jit import inlined, kernel
-from engine.kernels.kv import ask_for, in_stretch, stretch
+from engine.kernels.kv import prefetch_range, rows_left, stretch
 from engine.kernels.simd import LANES, exp, fma, lane_max, load, splat, store
 from engine.kernels.team import share
 from engine.kernels.tile import (
@@ -31,7 +31,10 @@ AHEAD = 8
 
 
 def decode_work_size(n_heads: int) -> int:
-    """Floats of working memory that a rank needs for `decode_attention`: heads in pairs."""
+    """Floats of working memory that a rank needs for `decode_attention`.
+
+    A chunk's scores of every head, and of one more: of an odd count the last is read as a pair.
+    """
     return (n_heads + 1) * CHUNK
 
 
@@ -56,7 +59,7 @@ def decode_attention(parts, q, k, v, n_rows, heads, work, work_at, me):
         start, stop = chunk * CHUNK, min(n_rows, (chunk + 1) * CHUNK)
         row = start
         while row < stop:
-            n = min(stop - row, in_stretch(k, row))
+            n = min(stop - row, rows_left(k, row))
             score_rows(work, work_at + row - start, q, k, row, n, end, heads)
             row += n
 
@@ -70,7 +73,7 @@ def decode_attention(parts, q, k, v, n_rows, heads, work, work_at, me):
 
         row = start
         while row < stop:
-            n = min(stop - row, in_stretch(v, row))
+            n = min(stop - row, rows_left(v, row))
             gather_rows(parts, values, work, work_at + row - start, v, row, n, end, heads)
             row += n
 
@@ -85,13 +88,17 @@ def score_rows(scores, at, q, k, row, n, end, heads):
 
 @inlined
 def score_tiles(pair, single, scores, at, q, keys, j, n, k, row, end, heads):
-    """Rows from j on, as many at a time as tiles have groups: heads by `pair`, an odd one alone."""
+    """Rows from j on, as many at a time as the tiles have groups: heads by pairs, an odd one alone.
+
+    `pair` and `single` are empty tiles, for two heads and for one; `keys` are the stretch of k from
+    `row` on. Returns the first row that was left over.
+    """
     n_heads, n_kv_heads, head_dim = heads
     group, rows = n_heads // n_kv_heads, tile_groups(pair)
     while j + rows <= n:
         ahead = stretch(k, min(row + j + AHEAD, end - 1))
         for kv_head in range(n_kv_heads):
-            ask_for(ahead, kv_head * rows * head_dim, (kv_head + 1) * rows * head_dim)
+            prefetch_range(ahead, kv_head * rows * head_dim, (kv_head + 1) * rows * head_dim)
             k_at = (j * n_kv_heads + kv_head) * head_dim
             head, last = kv_head * group, (kv_head + 1) * group
             while head + 2 <= last:
@@ -127,12 +134,14 @@ def gather_rows(out, out_at, p, at, v, row, n, end, heads):
         rows = min(GATHER, n - j)
         ahead = stretch(v, min(row + j + AHEAD, end - 1))
         for head in range(0, n_heads, pair):
-            part = head * GATHER * v.width // n_heads  # of the rows ahead, asked for meanwhile
+            # The rows ahead are asked for bit by bit, as many elements here as are read meanwhile:
+            # of 8 heads and 8 rows of 1,024, head 2's begin at element 2,048.
+            part = head * GATHER * v.width // n_heads
             v_at = (j * n_kv_heads + head // group) * head_dim
             p_at, to = at + head * CHUNK + j, out_at + head * head_dim
             i = 0
             while i + 2 * LANES <= head_dim:
-                ask_for(ahead, part + i * GATHER, part + (i + 2 * LANES) * GATHER)
+                prefetch_range(ahead, part + i * GATHER, part + (i + 2 * LANES) * GATHER)
                 add_tile(tile_zero(2, 2), out, to + i, p, p_at, values, v_at + i, rows, pair, heads)
                 i += 2 * LANES
             if i < head_dim:

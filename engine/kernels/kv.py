@@ -69,14 +69,14 @@ def stretch(rows, row):
 
 
 @inlined
-def ask_for(some, start, stop):
+def prefetch_range(some, start, stop):
     """Prefetch elements start to stop of a stretch, as far as it goes."""
     for i in range(start, min(stop, len(some)), LINE // some.itemsize):
         prefetch(some, i)
 
 
 @inlined
-def in_stretch(rows, row):
+def rows_left(rows, row):
     """How many rows there are from `row` to the end of its block."""
     return rows.block_rows - row % rows.block_rows
 
