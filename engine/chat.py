@@ -190,7 +190,7 @@ def conversation(messages, tools, add_generation_prompt: bool, arguments: dict) 
         **copied(arguments, "the template's arguments"),
         "messages": [message_of(message, f"messages[{i}]") for i, message in enumerate(messages)],
         "tools": copied(tools, "tools"),
-        "add_generation_prompt": bool(add_generation_prompt),
+        "add_generation_prompt": add_generation_prompt,
     }
 
 
@@ -271,7 +271,7 @@ class ThinkingSplitter:
         held, self._held = self._held + piece, ""
         if not self._kind:
             start = held.lstrip("\n")
-            if not ended and start != OPEN and OPEN.startswith(start):
+            if not ended and OPEN.startswith(start):
                 self._held = held
                 return []
             self._trims = self._opened or start.startswith(OPEN)

@@ -38,6 +38,7 @@ class Decoding:
         self.profile: Profile | None = profile
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
+        self._claim = session.claim()
         metrics.prompt_tokens, metrics.cached_tokens = len(session.ids), session.cache.seq_len(0)
 
     def run(self) -> Iterator[int]:
@@ -54,7 +55,11 @@ class Decoding:
             with timed(self.profile, "sample"):
                 known = logits[0, :vocab_size]
                 if not np.isfinite([known.min(), known.max()]).all():
-                    raise ValueError("the logits are not finite: the model overflows float32")
+                    kept = np.dtype(self.session.cache.dtype).name
+                    raise ValueError(
+                        "the logits are not finite: the model overflows float32, or its K and V "
+                        f"{kept}"
+                    )
                 token = sample(logits[0])
             self.metrics.token_came()
             self._append(token)
@@ -66,8 +71,9 @@ class Decoding:
 
     def _append(self, token: int) -> None:
         """A token has been chosen."""
+        with self.session.used(self._claim):
+            self.session.ids.append(token)
         self.token_ids.append(token)
-        self.session.ids.append(token)
         if self.profile:
             self.profile.steps[-1].token_id = token
         if token in self.eos_ids:
@@ -83,7 +89,8 @@ class Decoding:
         ids, n_prompt = np.array(self.session.ids, np.int64), self.session.n_prompt
         cache, size = self.session.cache, self.model.max_tokens
         missing = len(ids) - cache.seq_len(0)
-        cache.reserve(missing)
+        with self.session.used(self._claim):
+            cache.reserve(missing)
         off = True if missing <= size else None  # None: shown on a terminal only
         with tqdm(total=missing, desc="prompt", delay=2, leave=False, disable=off) as bar:
             while (start := cache.seq_len(0)) < len(ids):
@@ -93,10 +100,11 @@ class Decoding:
                 bar.update(stop - start)
 
     def _forward(self, ids: np.ndarray, is_prompt: bool, logits: np.ndarray) -> None:
-        cache = self.session.cache
-        if self.profile:
-            self.profile.begin(is_prompt, len(ids), len(logits), cache)
-        self.model.forward(ids, cache, is_prompt, logits, self.profile)
+        with self.session.used(self._claim):
+            cache = self.session.cache
+            if self.profile:
+                self.profile.begin(is_prompt, len(ids), len(logits), cache)
+            self.model.forward(ids, cache, is_prompt, logits, self.profile)
 
 
 class Generation:

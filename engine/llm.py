@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import numpy as np
 from engine.cache import KV_CACHES, KV_DTYPES, CacheMaker, KvCache, snapshot
 from engine.chat import OPEN, ChatTemplate, ThinkingSplitter
 from engine.checks import check_kv, check_size, is_id, is_many, one_of
-from engine.config import ModelConfig, read_json, show
+from engine.config import ModelConfig, show
+from engine.defaults import default_params
 from engine.generate import Completion, Generation
 from engine.kernels.int8 import FORM
 from engine.kernels.jit import compilation, uninterrupted
@@ -148,8 +149,8 @@ class LLM:
             prompts = [self._ids_of(one) for one in prompt]
             for ids in prompts:  # all of them before any work
                 self._limit(len(ids), self._checked(params))
-            return [self._finish(self._start(one, params, None, profile)) for one in prompts]
-        return self._finish(self._start(prompt, params, session, profile))
+            return [self._finish(self._start(one, params, None, profile), True) for one in prompts]
+        return self._finish(self._start(prompt, params, session, profile), session is None)
 
     def stream(
         self,
@@ -177,7 +178,8 @@ class LLM:
         `tools` or `enable_thinking`. Thoughts are in the completion's `reasoning`. With a `session`
         that holds an earlier part of the conversation only what is new is computed.
         """
-        return self._finish(self.stream_chat(messages, params, session, profile, **arguments))
+        generation = self.stream_chat(messages, params, session, profile, **arguments)
+        return self._finish(generation, session is None)
 
     def stream_chat(
         self,
@@ -201,7 +203,8 @@ class LLM:
 
     def save_cache(self, session: Session, path: str | os.PathLike) -> None:
         """Write a session to a file, whole or not at all; OSError says why it cannot be."""
-        if not session.ids:
+        self._check_session(session)
+        if session is None or not session.ids:
             raise ValueError("the session is empty: there is nothing to save")
         snapshot.save(path, session.cache, session.ids, session.n_prompt, self._fingerprint)
 
@@ -222,6 +225,7 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits at every position of `token_ids`: (T, vocab_size) float32."""
         ids = np.array(self._ids_of(token_ids), np.int64)
+        self._caches.check_room(len(ids), 1)
         cache, size = self.new_cache(), self._model.max_tokens
         cache.reserve(len(ids))
         out = np.empty((len(ids), self.config.vocab_size), np.float32)
@@ -238,9 +242,15 @@ class LLM:
         about = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         return f"LLM({about})"
 
-    def _finish(self, generation: Generation) -> Completion:
-        for _ in generation if self.tokenizer else generation.tokens():
-            pass
+    def _finish(self, generation: Generation, own: bool) -> Completion:
+        """Run a request to its end; with a session of its `own`, which nobody else sees."""
+        try:
+            for _ in generation if self.tokenizer else generation.tokens():
+                pass
+        except Exception:
+            if own:  # the error may be kept for long, and all that its frames hold
+                generation.session.cache.truncate(0)
+            raise
         return generation.completion
 
     def new_cache(self) -> KvCache:
@@ -274,9 +284,7 @@ class LLM:
         ids = session.ids if prompt is None else self._ids_of(prompt)
         limit = self._limit(len(ids), params)
         session = self.new_session() if session is None else session
-        if prompt is None:
-            session.go_on()
-        else:
+        if prompt is not None:
             session.turn_to(ids)
         stream = self.tokenizer.stream() if self.tokenizer else None
         recorder = Profile(self._model) if profile else None
@@ -331,14 +339,3 @@ class LLM:
         if len(ids) > self.context:
             raise ValueError(f"{len(ids)} tokens do not fit in a context of {self.context}")
         return ids
-
-
-def default_params(path: Path) -> SamplingParams:
-    """How the model's makers would sample: generation_config.json, where it says something."""
-    file = path / "generation_config.json"
-    raw = read_json(file) if os.path.exists(file) else {}
-    known = {f.name for f in fields(SamplingParams)} & set(DEFAULTS)
-    try:
-        return SamplingParams(**{k: raw[k] for k in known if raw.get(k) is not None})
-    except ValueError as e:
-        raise ValueError(f"{file}: {e}") from None

@@ -136,6 +136,8 @@ class Profile:
                 seconds[p.name] = seconds.get(p.name, 0.0) + p.seconds * weight
                 calls[p.name] = calls.get(p.name, 0) + p.calls * weight
         whole = sum(step.seconds for step in steps)
+        if whole == 0:  # interrupted before anything ended
+            return {}
         seconds["python"], calls["python"] = whole - sum(seconds.values()), len(steps)
         work = self._work(steps)
         found = {}
@@ -154,7 +156,7 @@ class Profile:
         if not hasattr(self.model, "work"):
             return {}
         total: dict[str, dict[str, float]] = {}
-        for step in steps:
+        for step in (step for step in steps if step.clocks):  # not of one that was interrupted
             shape = step.tokens, step.context, step.n_logits
             for name, (n_bytes, n_operations) in self.model.work(*shape, step.row_bytes).items():
                 amounts = total.setdefault(name, {"bytes": 0, "operations": 0})

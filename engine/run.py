@@ -19,6 +19,7 @@ DIM = "\x1b[2m{}\x1b[0m"
 
 try:
     from engine.cache import KV_CACHES, KV_DTYPES
+    from engine.files import check_output
     from engine.generate import Generation
     from engine.llm import BACKENDS, LLM
     from engine.loading.weights import KINDS
@@ -124,13 +125,7 @@ def run(args: argparse.Namespace) -> int:
         if vars(args)[name] and not args.chat:
             raise ValueError(f"--{name.replace('_', '-')} is for --chat")
     thinking = {"enable_thinking": False} if args.no_thinking else {}
-    for name in ("save_cache", "trace", "steps"):  # said before any work
-        path = getattr(args, name)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ValueError(f"--{name.replace('_', '-')}: {path} is not a file in a directory")
-    outputs = [p for p in (args.save_cache, args.trace, args.steps) if p is not None]
-    if len(set(outputs)) < len(outputs):
-        raise ValueError("--save-cache, --trace and --steps need a file each")
+    check_outputs(args)
     llm = LLM(
         args.model,
         weights=args.weights,
@@ -158,10 +153,24 @@ def run(args: argparse.Namespace) -> int:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
         status = INTERRUPTED
-    if args.save_cache:  # first of all: what follows can fail
-        llm.save_cache(session, args.save_cache)
+    finally:  # whatever becomes of the output
+        if args.save_cache:
+            llm.save_cache(session, args.save_cache)
     report(args, llm, generation)
     return status
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """ValueError, before any work, for files that cannot be written or would replace each other."""
+    outputs = [p for p in (args.save_cache, args.trace, args.steps) if p is not None]
+    for path in outputs:
+        check_output(path)
+    written = [path.resolve() for path in outputs]
+    read = [Path(p).resolve() for p in (args.prompt_file, args.load_cache) if p is not None]
+    if args.save_cache == args.load_cache:  # a session may go on in one file
+        read = read[:-1]
+    if len(set(written)) < len(written) or set(written) & set(read):
+        raise ValueError("--save-cache, --trace and --steps need files of their own")
 
 
 def report(args: argparse.Namespace, llm: LLM, generation: Generation) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from engine.files import write_whole
 from engine.profiler import Part, Profile
 
 # https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -43,14 +44,20 @@ def named(what: str, thread: int, name: str) -> dict:
 
 
 def write_trace(profile: Profile, path: str | os.PathLike) -> None:
-    Path(path).write_text(json.dumps(trace(profile)), encoding="utf-8")
+    """The trace as JSON, whole or not at all."""
+    text = json.dumps(trace(profile))
+    write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def write_steps(profile: Profile, path: str | os.PathLike) -> None:
-    """One row a step."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file)
-        out.writerow(["index", "phase", "tokens", "context", "ms", "token_id"])
-        for i, s in enumerate(profile.steps):
-            ms, token = f"{1e3 * s.seconds:.3f}", "" if s.token_id is None else s.token_id
-            out.writerow([i, s.phase, s.tokens, s.context, ms, token])
+    """One row a step as CSV, whole or not at all."""
+    rows = [["index", "phase", "tokens", "context", "ms", "token_id"]]
+    for i, s in enumerate(profile.steps):
+        ms, token = f"{1e3 * s.seconds:.3f}", "" if s.token_id is None else s.token_id
+        rows.append([i, s.phase, s.tokens, s.context, ms, token])
+
+    def write(part: Path) -> None:
+        with open(part, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+
+    write_whole(path, write)

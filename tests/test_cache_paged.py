@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import sys
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -374,16 +375,18 @@ def test_a_shortened_fork_does_not_write_over_the_other():
     one.pool.check_integrity()
 
 
-def test_prefill_of_a_fork_leaves_the_other_alone():
+@pytest.mark.parametrize("n", [1, 6, 7, 11, 12, 30])
+def test_prefill_of_a_fork_leaves_the_other_alone(n):
     """A new prompt written over the rows of the sequence that the cache was forked from."""
-    one = filled(6)
+    one = filled(11)
     two = one.fork()
     for layer in range(LAYERS):
-        two.set_prefill(layer, rows(7, 20 + layer), -rows(7, 20 + layer))
+        two.set_prefill(layer, rows(n, 20 + layer), -rows(n, 20 + layer))
     for layer in range(LAYERS):
-        check(one, layer, rows(6, layer))
-        check(two, layer, rows(7, 20 + layer))
+        check(one, layer, rows(11, layer))
+        check(two, layer, rows(n, 20 + layer))
     assert not set(one.block_table) & set(two.block_table)
+    one.pool.check_integrity()
 
 
 def test_a_fork_of_a_reserved_step_shares_only_rows_in_use():
@@ -391,6 +394,7 @@ def test_a_fork_of_a_reserved_step_shares_only_rows_in_use():
     one = filled(8)
     one.reserve(4)
     two = one.fork()
+    assert len(one.block_table) == len(two.block_table) == one.pool.n_used == 2
     push(one, rows(1, 50)[0])
     push(two, rows(1, 51)[0])
     check(one, 0, np.concatenate([rows(8), rows(1, 50)]))
@@ -459,31 +463,19 @@ def test_a_broken_pool_is_found(tamper):
     cache.block_table.clear()  # nothing is given back twice
 
 
-def test_threads_share_a_pool():
-    """A block given to two threads at once, or lost between them."""
-    pool, failed = new_pool(max_blocks=60), []
+def in_two_threads(work) -> None:
+    """work(0) and work(1) at once, with as many switches between them as there can be."""
+    failed, interval = [], sys.getswitchinterval()
 
-    def work(me: int) -> None:
+    def run(me: int) -> None:
         try:
-            rng = np.random.default_rng(me)
-            for turn in range(60):
-                n = int(rng.integers(1, 30))
-                cache = filled(n, pool)
-                twin = cache.fork()
-                push(twin, rows(1, 1000 + me)[0])
-                cache.truncate(n // 2)
-                push(cache, rows(1, 2000 + turn)[0])
-                for layer in range(LAYERS):
-                    check(twin, layer, np.concatenate([rows(n, layer), rows(1, 1000 + me)]))
-                    kept = rows(n, layer)[: n // 2]
-                    check(cache, layer, np.concatenate([kept, rows(1, 2000 + turn)]))
+            work(me)
         except BaseException as e:
             failed.append(e)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=work, args=(me,)) for me in range(2)]
+        threads = [threading.Thread(target=run, args=(me,)) for me in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -491,5 +483,41 @@ def test_threads_share_a_pool():
     finally:
         sys.setswitchinterval(interval)
     assert failed == []
+
+
+def test_threads_share_a_pool():
+    """A block given to two threads at once, or lost between them."""
+    pool = new_pool(max_blocks=60)
+
+    def work(me: int) -> None:
+        rng = np.random.default_rng(me)
+        for turn in range(60):
+            n, mine = int(rng.integers(1, 30)), rows(1, 1000 + 100 * me + turn)
+            cache = filled(n, pool)
+            twin = cache.fork()
+            push(twin, mine[0])
+            cache.truncate(n // 2)
+            push(cache, -mine[0])
+            for layer in range(LAYERS):
+                check(twin, layer, np.concatenate([rows(n, layer), mine]))
+                check(cache, layer, np.concatenate([rows(n, layer)[: n // 2], -mine]))
+
+    in_two_threads(work)
+    pool.check_integrity()
+    assert pool.n_used == 0
+
+
+def test_threads_that_take_the_last_blocks():
+    """Two that both see enough free blocks, and get fewer."""
+    pool = new_pool(max_blocks=10)
+
+    def work(_) -> None:
+        for _ in range(20_000):
+            with suppress(PoolFull):
+                taken = pool.take(8)
+                assert len(set(taken)) == 8
+                pool.give_back(taken)
+
+    in_two_threads(work)
     pool.check_integrity()
     assert pool.n_used == 0

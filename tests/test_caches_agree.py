@@ -118,7 +118,7 @@ def test_forked_sequences_do_not_disturb_each_other(dtype, rows, path):
 def test_stale_blocks_are_never_read(kind, n_prompt, path):
     """A table with one block more than is used: a whole block of somebody else's rows."""
     llm = LLM(path, context=70, **KINDS[kind])
-    pool = llm._pool
+    pool = llm.new_cache().pool
     blocks = pool.take(pool.n_free)
     for number in blocks:
         pool.block(number)[:] = np.nan
@@ -156,7 +156,7 @@ def test_a_step_that_finds_no_room(backend, path):
     assert [cache.seq_len(layer) for layer in range(2)] == [20, 20]
     found = step(llm, cache, IDS[20:32], True, 12)
     cache.free()
-    np.testing.assert_array_equal(found, step(llm, cache, IDS[:32], True, 12))
+    np.testing.assert_allclose(found, step(llm, cache, IDS[:32], True, 12), atol=1e-4)
 
 
 def test_many_sequences_through_a_pool_for_one(path):
@@ -167,7 +167,7 @@ def test_many_sequences_through_a_pool_for_one(path):
     done = paged.generate(prompts, params)
     for completion, prompt in zip(done, prompts, strict=True):
         assert completion.token_ids == alone.generate(prompt, params).token_ids
-    assert paged._pool.n_used == 0
+    assert paged.new_cache().pool.n_used == 0
 
 
 # ---------------------------------------------------------------- requests

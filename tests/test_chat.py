@@ -371,7 +371,8 @@ def test_nothing_is_put_before_a_prompt(tmp_path):
             "auser",
         ),
         ("{{ bos_token }} {{ eos_token }} {{ image_token }}|{{ pad_token }}|", "<s> <e> <i>||"),
-        ("{{ add_bos_token is defined }} {{ documents is defined }}", "False True"),
+        ("{{ add_bos_token is defined }} {{ chat_template is defined }}", "False False"),
+        ("{{ documents is defined }} {{ sep_token }}", "True <x>"),
         ("{{ mode }}{{ add_generation_prompt }}{{ tools }}", "fastTrueNone"),
         ("{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}", "2"),
         ("{{ nothing }}{{ messages[0].nothing }}", ""),
@@ -380,9 +381,9 @@ def test_nothing_is_put_before_a_prompt(tmp_path):
 def test_helpers(tmp_path, source, text):
     """Something that transformers offers templates is missing, or writes another text."""
     tokens = {"bos_token": "<s>", "eos_token": {"content": "<e>", "lstrip": False}}
-    others = {"image_token": "<i>", "pad_token": None, "add_bos_token": False}
+    others = {"image_token": "<i>", "sep_token": "|", "pad_token": None, "add_bos_token": False}
     chat = template(tmp_path, source, **tokens, **others)
-    assert chat.render([user("<é'&>")], mode="fast") == text
+    assert chat.render([user("<é'&>")], mode="fast", sep_token="<x>") == text
 
 
 def test_the_date(tmp_path):

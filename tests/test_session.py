@@ -79,10 +79,10 @@ def test_turn_to_does_not_hold_the_callers_list(prompt_type):
 
 
 @pytest.mark.parametrize(("n_rows", "kept"), [(0, 0), (1, 1), (3, 3), (4, 3)])
-def test_go_on_leaves_the_last_token_to_be_run(n_rows, kept):
+def test_a_claim_leaves_the_last_token_to_be_run(n_rows, kept):
     """A session whose tokens all have rows gives no logits to go on from."""
     session = held([1, 2, 3, 4], n_rows, n_prompt=2)
-    session.go_on()
+    session.claim()
     check_rows(session, [1, 2, 3, 4][:kept])
     assert (session.ids, session.n_prompt) == ([1, 2, 3, 4], 2)
 
@@ -139,6 +139,20 @@ def test_a_session_goes_on(cuts, llm):
         tokens += llm.generate(None if i else IDS[:40], greedy(n), session).token_ids
     assert tokens == llm.generate(IDS[:40], greedy(12)).token_ids
     assert session.ids == [*IDS[:40], *tokens] and session.n_prompt == 40
+
+
+@pytest.mark.parametrize("n_rows", [0, 7, 40, 45])
+def test_ids_without_rows_are_run_as_they_came(n_rows, llm):
+    """Generated tokens run like a prompt's, or the other way round, have rows of other bits."""
+    whole, again = llm.new_session(), llm.new_session()
+    tokens = llm.generate(IDS[:40], greedy(12), whole).token_ids
+    llm.generate(IDS[:40], greedy(8), again)
+    again.cache.truncate(n_rows)
+    assert llm.generate(None, greedy(4), again).token_ids == tokens[8:]
+    for layer in range(2):
+        rows = zip(again.cache.materialize(layer), whole.cache.materialize(layer), strict=True)
+        for found, wanted in rows:
+            np.testing.assert_array_equal(found, wanted)
 
 
 def test_an_answer_that_was_not_read_to_its_end(llm):
@@ -227,7 +241,7 @@ def test_a_request_that_does_not_fit_beside_a_session(path):
         np.testing.assert_array_equal(found, before)
     assert llm.generate(IDS[:60], greedy(9), session).token_ids == wanted
     session.cache.free()
-    assert llm._caches.pool.n_used == 0
+    assert llm.new_cache().pool.n_used == 0
     assert len(llm.generate(IDS[100:150], greedy(3)).token_ids) == 3
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine import memory
 from engine.cache.rows import Counts, check_prefill, check_row, check_truncate, kv_dtype_of
+from engine.kernels.jit import uninterrupted
 from engine.kernels.kv import ELEMENTS, Kv
 
 KV_HEADROOM_ROWS = 512
@@ -31,6 +32,7 @@ class BasicKvCache:
         self.kv_dim, self.dtype = kv_dim, kv_dtype_of(dtype)
         self.counts = Counts()
         self._element = np.zeros(0, ELEMENTS[dtype])
+        self._row_bytes = kv_dim * self._element.itemsize
         self._addresses = np.zeros((n_layers, 2), np.uint64)  # of each layer's K and V
         self._rows = [0] * n_layers
         self._k = [np.empty((0, kv_dim), self.dtype)] * n_layers
@@ -43,8 +45,8 @@ class BasicKvCache:
         self._make_room(layer, 0, n + KV_HEADROOM_ROWS)
         self._k[layer][:n] = k
         self._v[layer][:n] = v
-        self._rows[layer] = 0
-        self._count_appended(layer, n)
+        self._rows[layer] = n
+        self.counts.append += 2 * n * self._row_bytes
 
     def push_row(self, layer: int, k_row: np.ndarray, v_row: np.ndarray) -> None:
         """Append one row, k_row and v_row of (kv_dim,)."""
@@ -53,7 +55,8 @@ class BasicKvCache:
         self._make_room(layer, n, 1)
         self._k[layer][n] = k_row
         self._v[layer][n] = v_row
-        self._count_appended(layer, 1)
+        self._rows[layer] = n + 1
+        self.counts.append += 2 * self._row_bytes
 
     def materialize(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of K and V, (rows, kv_dim) each."""
@@ -100,13 +103,10 @@ class BasicKvCache:
 
     def commit(self, n_rows: int) -> None:
         """Count `n_rows` rows that were written behind the last in every layer."""
-        for layer, rows in enumerate(self._rows):
-            assert rows + n_rows <= len(self._k[layer]), "rows were written without being reserved"
-            self._count_appended(layer, n_rows)
-
-    def _count_appended(self, layer: int, n_rows: int) -> None:
-        self._rows[layer] += n_rows
-        self.counts.append += 2 * self._k[layer][:n_rows].nbytes
+        assert max(self._rows) + n_rows <= self.capacity, "rows were written without being reserved"
+        # in one assignment: an interrupt finds all layers longer, or none
+        self._rows = [rows + n_rows for rows in self._rows]
+        self.counts.append += 2 * n_rows * self._row_bytes * len(self._rows)
 
     def _make_room(self, layer: int, rows: int, n_rows: int) -> None:
         """Grow a layer that has no room for `n_rows` behind the first `rows`, which are kept."""
@@ -121,6 +121,8 @@ class BasicKvCache:
             grown[-1][:rows] = old[:rows]
             self.counts.allocations += 1
             self.counts.grow += old[:rows].nbytes
-        # only now, when there is memory for both: K and V of one layer have the same room
-        self._k[layer], self._v[layer] = grown
-        self._addresses[layer] = [side.ctypes.data for side in grown]
+        # Only now, when there is memory for both: K and V of one layer have the same room. And not
+        # half: kernels write where the addresses say.
+        with uninterrupted():
+            self._k[layer], self._v[layer] = grown
+            self._addresses[layer] = [side.ctypes.data for side in grown]

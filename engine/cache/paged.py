@@ -15,6 +15,7 @@ import numpy as np
 
 from engine import memory
 from engine.cache.rows import Counts, check_prefill, check_row, check_truncate, kv_dtype_of
+from engine.kernels.jit import uninterrupted
 from engine.kernels.kv import ELEMENTS, Kv
 
 SLAB_ROWS = 512  # rows that a pool makes room for at first, and at least, when it grows
@@ -40,9 +41,10 @@ class BlockPool:
         dtype: str = "f32",
     ):
         """At most `max_blocks` blocks, 2 n_layers block_rows kv_dim elements each."""
-        for name, value in (("block_rows", block_rows), ("max_blocks", max_blocks)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; at least 1 is needed")
+        names = "n_layers", "kv_dim", "block_rows", "max_blocks"
+        for name, value in zip(names, (n_layers, kv_dim, block_rows, max_blocks), strict=True):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; a whole number of at least 1 is needed")
         self.n_layers, self.kv_dim, self.block_rows = n_layers, kv_dim, block_rows
         self.max_blocks, self.dtype = max_blocks, kv_dtype_of(dtype)
         self.n_allocations = 0
@@ -145,6 +147,7 @@ class PagedKvCache:
         self.pool, self.kv_dim, self.dtype = pool, pool.kv_dim, pool.dtype
         self.block_table: list[int] = []  # numbers of the blocks that hold its rows, in order
         self.counts = Counts()
+        self._row_bytes = pool.kv_dim * pool.element.itemsize
         self._addresses = np.zeros(0, np.uint64)  # of these blocks, with room for more
         self._rows = [0] * pool.n_layers
         with pool._lock:
@@ -155,12 +158,12 @@ class PagedKvCache:
         """Hold exactly the prompt's rows, k and v of (n, kv_dim)."""
         check_prefill(k, v, self.kv_dim)
         self._make_writable(0, len(k))
-        self._rows[layer] = 0
         for start in range(0, len(k), self.pool.block_rows):
             rows = slice(start, start + self.pool.block_rows)
             block = self.pool.block(self.block_table[start // self.pool.block_rows])[layer]
             block[0, : len(k[rows])], block[1, : len(k[rows])] = k[rows], v[rows]
-        self._count_appended(layer, len(k))
+        self._rows[layer] = len(k)
+        self.counts.append += 2 * len(k) * self._row_bytes
         self._drop_unused()
 
     def push_row(self, layer: int, k_row: np.ndarray, v_row: np.ndarray) -> None:
@@ -171,7 +174,8 @@ class PagedKvCache:
         block = self.pool.block(self.block_table[row // self.pool.block_rows])[layer]
         block[0, row % self.pool.block_rows] = k_row
         block[1, row % self.pool.block_rows] = v_row
-        self._count_appended(layer, 1)
+        self._rows[layer] = row + 1
+        self.counts.append += 2 * self._row_bytes
 
     def materialize(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of K and V, (rows, kv_dim) each."""
@@ -209,8 +213,9 @@ class PagedKvCache:
         """Another sequence with the same rows, in the same blocks."""
         self._drop_unused()
         twin = PagedKvCache(self.pool)
-        self.pool.share(self.block_table)
-        twin._extend(self.block_table)
+        with uninterrupted():
+            self.pool.share(self.block_table)
+            twin._extend(self.block_table)
         twin._rows = list(self._rows)
         return twin
 
@@ -233,12 +238,9 @@ class PagedKvCache:
     def commit(self, n_rows: int) -> None:
         """Count `n_rows` rows that were written behind the last in every layer."""
         assert max(self._rows) + n_rows <= self.capacity, "rows were written without being reserved"
-        for layer in range(len(self._rows)):
-            self._count_appended(layer, n_rows)
-
-    def _count_appended(self, layer: int, n_rows: int) -> None:
-        self._rows[layer] += n_rows
-        self.counts.append += 2 * n_rows * self.kv_dim * self.pool.element.itemsize
+        # in one assignment: an interrupt finds all layers longer, or none
+        self._rows = [rows + n_rows for rows in self._rows]
+        self.counts.append += 2 * n_rows * self._row_bytes * len(self._rows)
 
     def _make_writable(self, start: int, stop: int) -> None:
         """Blocks of its own for rows start to stop: new ones, and copies of those it shares."""
@@ -248,8 +250,15 @@ class PagedKvCache:
             return
         touched = range(start // size, min(held, needed))
         shared = [i for i in touched if self.pool.is_shared(self.block_table[i])]
-        slabs = self.pool.n_allocations
-        taken = self.pool.take(max(needed - held, 0) + len(shared))
+        if not shared and needed <= held:
+            return
+        with uninterrupted():  # a block that was taken and is in no table would be lost for good
+            self._take(needed - held, shared)
+
+    def _take(self, n_new: int, shared: list[int]) -> None:
+        """Blocks of its own in the places `shared`, with what they hold, and more at the end."""
+        size, slabs = self.pool.block_rows, self.pool.n_allocations
+        taken = self.pool.take(max(n_new, 0) + len(shared))
         self.counts.allocations += self.pool.n_allocations - slabs
         for i in shared:
             old, number = self.block_table[i], taken.pop()
@@ -275,6 +284,7 @@ class PagedKvCache:
     def _drop_unused(self) -> None:
         """Give back the blocks behind the last row of any layer."""
         used = -(-max(self._rows, default=0) // self.pool.block_rows)
-        unused = self.block_table[used:]
-        del self.block_table[used:]
-        self.pool.give_back(unused)
+        if unused := self.block_table[used:]:
+            with uninterrupted():
+                del self.block_table[used:]
+                self.pool.give_back(unused)

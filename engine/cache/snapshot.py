@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from engine.files import write_whole
 
 FORMAT = "engine-kv-cache-1"
 STORED = {"F32": np.float32, "F16": np.float16}  # safetensors' names
@@ -32,7 +32,6 @@ def save(
     The file appears whole or not at all, and what stood there before stays until then. OSError says
     what the system refused.
     """
-    path = Path(path)
     tensors = {"ids": np.array(ids, np.int64)}
     for layer in range(cache.num_layers()):
         k, v = cache.kv_view(layer) or cache.materialize(layer)
@@ -40,17 +39,14 @@ def save(
     about = {"format": FORMAT, "n_prompt": n_prompt, "fingerprint": dict(fingerprint)}
     metadata = {"about": json.dumps(about)}
     metadata["sha256"] = digest(metadata["about"], tensors)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        save_file(tensors, part, metadata)
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except SafetensorError as e:
-        raise OSError(f"{path}: cannot be written: {e}") from None
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+
+    def write(part: Path) -> None:
+        try:
+            save_file(tensors, part, metadata)
+        except SafetensorError as e:
+            raise OSError(str(e)) from None
+
+    write_whole(path, write)
 
 
 def load(
@@ -61,6 +57,9 @@ def load(
 
     ValueError gives the reason why a file is refused, and then the cache is untouched.
     """
+    if not Path(path).is_file():  # a pipe would be waited for
+        what = "is not a file" if Path(path).exists() else "does not exist"
+        raise ValueError(f"{path}: {what}")
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -69,8 +68,6 @@ def load(
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         if digest(metadata["about"], tensors) != metadata.get("sha256"):
             raise ValueError("is corrupted: its checksum is not that of what it holds")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: does not exist") from None
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{path}: is not a whole safetensors file: {e}") from None
     except ValueError as e:
@@ -89,7 +86,7 @@ def check_about(metadata: Mapping[str, str], fingerprint: Mapping) -> int:
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError(f"is no saved cache: its metadata do not say {FORMAT}")
     was, n_prompt = about.get("fingerprint"), about.get("n_prompt")
-    if not isinstance(was, dict) or not isinstance(n_prompt, int) or n_prompt < 0:
+    if not isinstance(was, dict) or type(n_prompt) is not int or n_prompt < 0:
         raise ValueError("is corrupted: its metadata lack a fingerprint or n_prompt")
     for name, value in fingerprint.items():
         if was.get(name) != value:

@@ -188,6 +188,12 @@ def nearest(tc, a):
     return lanewise(lambda b, x: call(b, "llvm.rint.v16f32", V_F32, x), 1)(tc, a)
 
 
+@intrinsic
+def nan_or(tc, a, b):
+    """a where it is NaN, else b, lane by lane."""
+    return lanewise(lambda b, x, y: b.select(b.fcmp_unordered("uno", x, x), x, y), 2)(tc, a, b)
+
+
 def scaled_by_power(b, x, n):
     exponent = b.add(b.fptosi(n, V_I32), ir.Constant(V_I32, [127] * LANES))
     return b.fmul(x, b.bitcast(b.shl(exponent, ir.Constant(V_I32, [23] * LANES)), V_F32))
@@ -303,9 +309,9 @@ P3, P4, P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float3
 
 @inlined
 def exp(x):
-    """e**x for f32x16, within 2 ulp from -87 to 88; the ends' values beyond them."""
-    x = smallest(largest(x, EXP_MIN), EXP_MAX)
-    n = nearest(x * LOG2_E)
-    r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, x))
+    """e**x for f32x16, within 2 ulp from -87 to 88; the ends' values beyond them; NaN for NaN."""
+    near = smallest(largest(x, EXP_MIN), EXP_MAX)
+    n = nearest(near * LOG2_E)
+    r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, near))
     p = fma(fma(fma(fma(fma(P0, r, P1), r, P2), r, P3), r, P4), r, P5)
-    return times_power_of_two(fma(p, r * r, r) + np.float32(1.0), n)
+    return nan_or(x, times_power_of_two(fma(p, r * r, r) + np.float32(1.0), n))
