@@ -47,6 +47,11 @@ class Step:
     kernel: int | None = None  # which of `python` is the compiled step
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it was done to its end, not interrupted."""
+        return bool(self.python) and (self.kernel is None or bool(self.clocks))
+
+    @property
     def seconds(self) -> float:
         """From its beginning to the end of its last part; 0 for one that was interrupted."""
         return max((p.start + p.seconds for p in self.python), default=self.start) - self.start
@@ -113,6 +118,10 @@ class Profile:
             found.append([Part(*part) for part in times])
         return found
 
+    def whole_steps(self, phase: str) -> list[Step]:
+        """The steps of a phase, but for one that was interrupted."""
+        return [step for step in self.steps if step.phase == phase and step.is_whole]
+
     def parts(self, step: Step) -> Iterator[tuple[Part, float, int]]:
         """All parts of a step: each with its weight, 1 / ranks for a rank's, and its rank."""
         ranks = self.rank_parts(step)
@@ -127,7 +136,7 @@ class Profile:
         """For each operation of a phase: calls and ms a step, share of the step's time, and where
         they are known the bytes and operations a second. The mean of steps and ranks; the rest of
         Python is the row "python", so that the shares add up to 1."""
-        steps = [step for step in self.steps if step.phase == phase]
+        steps = self.whole_steps(phase)
         if not steps:
             return {}
         seconds, calls = {}, {}
@@ -136,8 +145,6 @@ class Profile:
                 seconds[p.name] = seconds.get(p.name, 0.0) + p.seconds * weight
                 calls[p.name] = calls.get(p.name, 0) + p.calls * weight
         whole = sum(step.seconds for step in steps)
-        if whole == 0:  # interrupted before anything ended
-            return {}
         seconds["python"], calls["python"] = whole - sum(seconds.values()), len(steps)
         work = self._work(steps)
         found = {}
@@ -156,7 +163,7 @@ class Profile:
         if not hasattr(self.model, "work"):
             return {}
         total: dict[str, dict[str, float]] = {}
-        for step in (step for step in steps if step.clocks):  # not of one that was interrupted
+        for step in steps:
             shape = step.tokens, step.context, step.n_logits
             for name, (n_bytes, n_operations) in self.model.work(*shape, step.row_bytes).items():
                 amounts = total.setdefault(name, {"bytes": 0, "operations": 0})
@@ -168,8 +175,7 @@ class Profile:
         """What the table says, for JSON."""
         found = {"bounds": self.bounds}
         for phase in PHASES:
-            steps = [step for step in self.steps if step.phase == phase]
-            if steps:
+            if steps := self.whole_steps(phase):
                 found[phase] = {
                     "steps": len(steps),
                     "tokens": sum(step.tokens for step in steps),

@@ -178,7 +178,7 @@ def report(args: argparse.Namespace, llm: LLM, generation: Generation) -> None:
     done = generation.completion
     if args.profile:
         kind = "int8" if llm.settings["int8"] else "f32"
-        with suppress(MemoryError):  # then the table has no bounds
+        with suppress(MemoryError, KeyboardInterrupt):  # then the table has no bounds
             done.profile.bounds = bounds(llm.settings["threads"], kind)
     if args.json:
         result = {

@@ -25,7 +25,7 @@ def trace(profile: Profile) -> dict:
         frame = Part(f"{step.phase} {i}", step.start, step.seconds)
         events.append(event(frame, n_ranks, step.phase, about))
         events += [event(part, rank, step.phase) for part, _, rank in profile.parts(step)]
-        rows = step.context + step.tokens
+        rows = step.context + (step.tokens if step.is_whole else 0)
         for name, value in (("KV rows", rows), ("KV bytes", rows * step.row_bytes)):
             at = 1e6 * (step.start + step.seconds)
             events.append({"name": name, "ph": "C", "pid": 1, "ts": at, "args": {name: value}})

@@ -168,5 +168,5 @@ class Float16Machine(Machine):
 
 TestFloat32 = Machine.TestCase
 TestFloat16 = Float16Machine.TestCase
-TestFloat32.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestFloat16.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestFloat32.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFloat16.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)

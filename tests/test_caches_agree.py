@@ -1,5 +1,6 @@
 """Every kind of cache through the forward pass: the same bits, wherever the rows lie."""
 
+import json
 import time
 
 import numpy as np
@@ -208,3 +209,10 @@ def test_kinds_are_what_they_are_called(path):
     assert isinstance(caches["basic"], BasicKvCache)
     paged = [cache for cache in caches.values() if isinstance(cache, PagedKvCache)]
     assert [cache.pool.block_rows for cache in paged] == [1, 16, 33, 256]
+
+
+def test_sizes_may_be_numpys(path):
+    """A size that was computed with NumPy, taken at the door and refused behind it."""
+    llm = LLM(path, kv_cache="paged", kv_block_rows=np.int64(8), kv_max_blocks=np.int64(9))
+    assert llm.new_cache().pool.max_rows == 72
+    json.dumps(llm.settings)

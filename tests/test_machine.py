@@ -43,6 +43,7 @@ def test_bounds(kind, monkeypatch):
     assert found == {
         "bytes_per_second": 3.0,
         "operations_per_second": {"f32": 20.0, "int8": 200.0}[kind],
+        "f32_operations_per_second": 20.0,
     }
 
 

@@ -600,3 +600,25 @@ def test_a_place_that_cannot_be_written_is_said_before_any_work(place, tmp_path,
     assert main([TEXT, *FLAGS, "3", "--save-cache", str(tmp_path / place)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and str(tmp_path) in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "clash"),
+    [
+        (["--prompt-file", "prompt", "--save-cache", "prompt"], True),
+        (["--prompt-file", "prompt", "--trace", "prompt"], True),
+        (["--prompt-file", "prompt", "--save-cache", "new", "--trace", "./new"], True),
+        (["--load-cache", "saved", "--trace", "saved"], True),
+        (["--load-cache", "saved", "--save-cache", "./saved"], False),
+    ],
+    ids=lambda case: " ".join(case) if isinstance(case, list) else "",
+)
+def test_files_that_would_replace_each_other(flags, clash, by_command, tmp_path, monkeypatch):
+    """A prompt, or a saved conversation, overwritten by what was made of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt").write_text(TEXT)
+    (tmp_path / "saved").write_bytes(by_command[0].read_bytes())
+    before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}
+    assert main([*flags, *FLAGS, "3"]) == (2 if clash else 0)
+    after = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}
+    assert (after == before) == clash

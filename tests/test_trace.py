@@ -261,7 +261,7 @@ def test_profile_on_the_command_line(plain):
     assert done.returncode == 0 and done.stdout == plain
     report = done.stderr[done.stderr.index("backend: simd\n") :]
     _, metrics, prefill, decode = report.split("\n\n")
-    assert metrics.startswith("metrics:") and prefill.startswith("prefill: 1 steps, ")
+    assert metrics.startswith("metrics:") and prefill.startswith("prefill: ")
     assert decode.startswith("decode: 5 steps, ") and "GB/s" in decode
 
 
@@ -305,7 +305,8 @@ def test_a_place_that_cannot_be(option, where, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("engine.run.LLM", None)  # any work begins with it
     assert main([*FLAGS, option, str(tmp_path / where)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"error: {option}: ") and err.count("\n") == 1
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert str(tmp_path) in err
 
 
 def test_an_interrupted_run_leaves_its_profile(measured, tmp_path, capsys, monkeypatch):
