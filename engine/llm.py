@@ -100,8 +100,8 @@ class LLM:
                 )
             self.eos_ids |= self.tokenizer.eos_ids
         self.default_params = default_params(path)
-        kv_block_rows = kv_block_rows or 16
-        blocks = kv_max_blocks or -(-self.context // kv_block_rows)
+        kv_block_rows = int(kv_block_rows or 16)
+        blocks = int(kv_max_blocks or -(-self.context // kv_block_rows))
         sizes = self.config.n_layers, self.config.kv_dim
         self._caches = CacheMaker(kv_cache, *sizes, kv_dtype, kv_block_rows, blocks)
         self.settings = {

@@ -166,9 +166,9 @@ def check_outputs(args: argparse.Namespace) -> None:
     for path in outputs:
         check_output(path)
     written = [path.resolve() for path in outputs]
-    read = [Path(p).resolve() for p in (args.prompt_file, args.load_cache) if p is not None]
-    if args.save_cache == args.load_cache:  # a session may go on in one file
-        read = read[:-1]
+    # a session may go on in one file
+    loaded = None if args.load_cache == args.save_cache else args.load_cache
+    read = [Path(p).resolve() for p in (args.prompt_file, loaded) if p is not None]
     if len(set(written)) < len(written) or set(written) & set(read):
         raise ValueError("--save-cache, --trace and --steps need files of their own")
 

@@ -1,12 +1,16 @@
-"""engine/sampler.py and engine/kernels/sampling.py: which token, how often, and what is refused.
+"""engine/sampler.py and engine/params.py: which token, how often, and what is refused.
 
-Draws are held against `twin`, transformers' filters in plain NumPy with a whole sort.
+What is done to logits before the filters has a file of its own, test_penalties.py. Draws are held
+against `twin`, transformers' filters in plain NumPy with a whole sort.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import time
+from dataclasses import FrozenInstanceError, fields, replace
 
 import numba
 import numpy as np
@@ -69,7 +73,7 @@ def twin(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
 
 
 def assert_drawn_from(p: np.ndarray, tokens: np.ndarray) -> None:
-    """Pearson's chi-square; the bound is some 6 standard deviations above what chance gives."""
+    """Pearson's chi-square: chance alone gives one as large less often than once in 10,000."""
     assert tokens.min() >= 0 and tokens.max() < len(p)
     counts = np.bincount(tokens, minlength=len(p))
     assert not counts[p == 0].any(), f"filtered out, but drawn: {np.flatnonzero(counts * (p == 0))}"
@@ -79,7 +83,15 @@ def assert_drawn_from(p: np.ndarray, tokens: np.ndarray) -> None:
     expected = np.append(expected[often], expected[~often].sum())
     counts, expected = counts[expected > 0], expected[expected > 0]
     chi2, freedom = ((counts - expected) ** 2 / expected).sum(), len(counts) - 1
-    assert chi2 < freedom + 6 * (2 * freedom) ** 0.5 + 12, (chi2, freedom)
+    assert not freedom or chi2_tail(chi2, freedom) > 1e-4, (chi2, freedom)
+
+
+def chi2_tail(x: float, freedom: int) -> float:
+    """The probability that chi-square of so many degrees of freedom is above x."""
+    half, odd = max(x / 2, 1e-300), freedom % 2
+    powers = [k / 2 for k in range(odd, freedom, 2)]  # of half, each over its factorial
+    terms = (math.exp(p * math.log(half) - half - math.lgamma(p + 1)) for p in powers)
+    return sum(terms) + (math.erfc(half**0.5) if odd else 0.0)
 
 
 # --- distributions worked out by hand ---
@@ -377,6 +389,21 @@ def test_batch_of_draws_is_the_samplers():
             assert draws(normal(50), 100, seed, **params).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, [13, 18, 13, 6, 6, 18, 2, 13, 13, 11, 6, 6, 6, 11, 12, 12]),
+        (
+            {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+            [13, 19, 13, 6, 6, 18, 18, 13, 11, 6, 6, 6, 11, 12, 12, 19],
+        ),
+    ],
+)
+def test_draws_of_a_seed(params, expected):
+    """A seed gives another text than it gave with an earlier version."""
+    assert one_by_one(np.arange(20) % 7, 16, 7, **params) == expected
+
+
 def test_seeds():
     """A seed does not repeat, or is ignored; requests without one all say the same."""
     assert one_by_one(np.zeros(50), 20, 1) == one_by_one(np.zeros(50), 20, 1)
@@ -414,6 +441,12 @@ REFUSED = {
     "min_p": [-0.1, 1.0001, 2, NAN, INF, -INF, True, "0", None],
     "seed": [-1, NAN, INF, 1.5, 0.0, True, False, "0", np.random.default_rng(0)],
     "ignore_eos": [0, 1, "yes", None, NAN],
+    "repetition_penalty": [0, -1, -1e-9, 10.01, NAN, INF, True, "1", None, [1.0]],
+    "presence_penalty": [-2.01, 2.01, 100, NAN, INF, -INF, True, "0", None],
+    "frequency_penalty": [-2.01, 2.01, 100, NAN, INF, -INF, True, "0", None],
+    "logprobs": [-1, 21, 5.0, NAN, INF, True, False, "5", [5]],
+    "min_tokens": [-1, 129, 1.0, NAN, INF, True, "5", None],
+    "n": [0, -1, 129, 1.0, NAN, INF, True, "2", None],
 }
 
 
@@ -424,6 +457,51 @@ def test_parameters_out_of_range(name, value):
         SamplingParams(**{name: value})
     message = str(error.value)
     assert message.startswith(f"{name} is {value!r}") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"logit_bias": {5: 100.5}}, "logit_bias[5] is 100.5; a number at least -100 and at most"),
+        ({"logit_bias": {5: -101}}, "logit_bias[5] is -101; "),
+        ({"logit_bias": {5: NAN}}, "logit_bias[5] is nan; "),
+        ({"logit_bias": {5: None}}, "logit_bias[5] is None; "),
+        ({"logit_bias": {5: True}}, "logit_bias[5] is True; "),
+        ({"logit_bias": {1: 0, -1: 0}}, "logit_bias's id is -1; a whole number at least 0"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias's id is '5'; "),
+        ({"logit_bias": {5.0: 1.0}}, "logit_bias's id is 5.0; "),
+        ({"logit_bias": {True: 1.0}}, "logit_bias's id is True; "),
+        ({"logit_bias": [(5, 1.0), (5, 2.0)]}, "logit_bias's id is 5 twice; "),
+        ({"logit_bias": [5, 1.0]}, "logit_bias is [5, 1.0]; "),
+        ({"logit_bias": [(5, 1.0, 2.0)]}, "logit_bias is [(5, 1.0, 2.0)]; "),
+        ({"logit_bias": ["51"]}, "logit_bias is ['51']; "),
+        ({"logit_bias": "51"}, "logit_bias is '51'; "),
+        ({"logit_bias": 5}, "logit_bias is 5; "),
+        ({"stop": ""}, "stop is ''; "),
+        ({"stop": ["a", ""]}, "stop is ''; "),
+        ({"stop": ["a", 5]}, "stop is 5; "),
+        ({"stop": [["a"]]}, "stop is ['a']; "),
+        ({"stop": b"a"}, "stop is b'a'; "),
+        ({"stop": None}, "stop is None; "),
+        ({"stop": {"a"}}, "stop is {'a'}; "),
+        ({"stop": ["a"] * 17}, "stop is ['a', 'a', 'a', 'a', 'a', 'a', ...]; "),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; "),
+        ({"stop_token_ids": None}, "stop_token_ids is None; "),
+        ({"stop_token_ids": "5"}, "stop_token_ids is '5'; "),
+        ({"stop_token_ids": [5, -1]}, "stop_token_ids is -1; a whole number at least 0 is needed"),
+        ({"stop_token_ids": [5.0]}, "stop_token_ids is 5.0; "),
+        ({"stop_token_ids": np.zeros(2)}, "stop_token_ids is 0.0; "),
+        ({"stop_token_ids": [True]}, "stop_token_ids is True; "),
+        ({"stop_token_ids": ["5"]}, "stop_token_ids is '5'; "),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5; at most max_tokens, which is 4"),
+    ],
+)
+def test_lists_out_of_range(values, message):
+    """One wrong value among many is kept, to fail amid the request, or is not named."""
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**values)
+    assert str(error.value).startswith(message) and str(error.value).endswith("needed")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
@@ -459,6 +537,100 @@ def test_parameters_at_their_limits(params):
     assert 0 <= Sampler(SamplingParams(**params), 50)(padded(normal(50))) < 50
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 10, "presence_penalty": -2, "frequency_penalty": 2, "n": 1},
+        {"repetition_penalty": 1e-300, "presence_penalty": 2, "frequency_penalty": -2, "n": 128},
+        {"logit_bias": {0: 100, 49: -100.0}, "logprobs": 0, "min_tokens": 0, "stop": ["a"] * 16},
+        {"logit_bias": {}, "logprobs": 20, "min_tokens": 128, "stop": (), "stop_token_ids": []},
+        {"logit_bias": None, "logprobs": None, "min_tokens": 10**9, "max_tokens": None},
+        {"stop": "a" * 1000, "stop_token_ids": range(49), "min_tokens": 1, "max_tokens": 1},
+    ],
+)
+def test_new_parameters_at_their_limits(params):
+    """A limit that is allowed is refused, or breaks what it limits."""
+    sampler = Sampler(SamplingParams(**params), 50, [1, 2], [3])
+    assert all(0 <= sampler(padded(normal(50))) < 50 for _ in range(20))
+
+
+MANY = {
+    "logit_bias": {7: np.float32(0.5), np.int64(3): -1},
+    "stop": ["\n\n", np.str_("Q:")],
+    "stop_token_ids": np.array([9, 4]),
+    "temperature": np.float64(0.7),
+    "top_k": np.int32(5),
+    "logprobs": np.uint8(3),
+    "seed": 2**70,
+}
+
+
+def test_parameters_are_plain():
+    """A request cannot be written as JSON or read again; or a list in it may still change."""
+    params = SamplingParams(**MANY)
+    assert params.logit_bias == ((3, -1), (7, 0.5)) and params.stop == ("\n\n", "Q:")
+    assert params.stop_token_ids == (9, 4) and SamplingParams(stop="ab").stop == ("ab",)
+    assert SamplingParams(**json.loads(json.dumps(vars(params)))) == params
+    assert replace(params, seed=1) == SamplingParams(**MANY | {"seed": 1})
+    assert set(vars(params)) == {f.name for f in fields(params)}
+    with pytest.raises(FrozenInstanceError):
+        params.stop = ()
+    bias, stop = {1: 1.0}, ["a"]
+    kept = SamplingParams(logit_bias=bias, stop=stop)
+    bias[2], stop[0] = 5.0, "b"
+    assert kept == SamplingParams(logit_bias=[(1, 1.0)], stop="a")
+
+
+def test_parameters_as_keys():
+    """Equal requests are told apart, or one cannot be a key at all."""
+    turned = {"logit_bias": dict(reversed(MANY["logit_bias"].items()))}
+    known = {SamplingParams(): "plain", SamplingParams(**MANY): "many"}
+    assert known[SamplingParams(**MANY | turned)] == "many"
+    assert known[SamplingParams(logit_bias={}, stop=[], temperature=1)] == "plain"
+    assert SamplingParams(logit_bias={1: 1}) not in known
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(-3, 130),
+    st.floats(),
+    st.floats(-3, 11),
+    st.text(max_size=3),
+    st.binary(max_size=2),
+    st.sampled_from([np.float32(NAN), np.float16(1), np.int8(-1), np.int64(3), np.str_("a"), 1j]),
+)
+ANYTHING = SCALARS | st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.lists(st.tuples(st.integers(0, 9), inner), max_size=3),
+        st.dictionaries(SCALARS, inner, max_size=3),
+        st.sets(SCALARS, max_size=2),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(values=st.dictionaries(st.sampled_from(fields(SamplingParams)), ANYTHING, max_size=2))
+def test_any_parameters(values):
+    """A value of another type ends in a TypeError, or is kept, to fail amid the request."""
+    values = {field.name: value for field, value in values.items()}
+    try:
+        params = SamplingParams(**values)
+    except ValueError as e:
+        assert str(e).split("[")[0].split("'")[0].split()[0] in values or "min_tokens" in str(e)
+        assert "\n" not in str(e)
+        return
+    assert SamplingParams(**json.loads(json.dumps(vars(params)))) == params
+    assert hash(params) == hash(replace(params))
+    with contextlib.suppress(ValueError):  # ids outside the vocabulary
+        assert 0 <= Sampler(params, 300)(padded(normal(300))) < 300
+
+
 @pytest.mark.parametrize("whole", [np.int64, np.int32, np.uint8, np.uint64])
 @pytest.mark.parametrize("real", [np.float64, np.float32, np.float16])
 def test_numpy_parameters(monkeypatch, whole, real):
@@ -492,6 +664,7 @@ def test_numpy_parameters(monkeypatch, whole, real):
         {"top_p": 1e-9},
         {"min_p": 0.05},
         {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        {"temperature": 0, "repetition_penalty": 1.1, "logit_bias": {5: 1}, "logprobs": 20},
     ],
 )
 @pytest.mark.parametrize("shape", ["normal", "almost flat", "masked"])

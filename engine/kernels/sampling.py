@@ -5,6 +5,9 @@ e^((logit - largest) / temperature) on a line. top_p and min_p each keep a first
 line. So draw a point of the whole line: a token that lies in both stretches is the answer. If it
 does not, all that comes behind it is out as well: draw again from the line before it. That is a
 uniform draw from what the filters keep, and needs no order, only the mass before one token.
+
+Before that, what a request forbids, takes off or adds (`masked`, `adjust`); beside it, what its
+logprobs need (`largest_first`, `log_sum`).
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from numba.extending import intrinsic
 
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.simd import (
+    I32,
     LANES,
     V_F32,
+    V_I32,
     exp,
     f32x16,
     first_lanes,
@@ -29,6 +34,7 @@ from engine.kernels.simd import (
 )
 
 LOWEST = np.float32(-np.inf)
+HIGHEST = np.float64(np.finfo(np.float32).max)
 LEAST = np.float32(np.exp(-87.0))  # where exp ends: taken off, so that a logit of -inf weighs 0
 
 
@@ -44,6 +50,79 @@ def lanes_before(tc, mass, logit, bound, n):
         return b.select(keep, mass, V_F32(None))
 
     return f32x16(f32x16, f32x16, types.float32, types.intp), build
+
+
+@intrinsic
+def lanes_allowed(tc, value, bits, other):
+    """`value` in lanes whose bit is set, lane 0's the lowest; `other` in the rest."""
+
+    def build(ctx, b, sig, args):
+        value, bits, other = args
+        own = b.and_(splatted(b, b.trunc(bits, I32), V_I32), V_I32([1 << i for i in range(LANES)]))
+        is_set = b.icmp_signed("!=", own, V_I32(None))
+        return b.select(is_set, value, splatted(b, other))
+
+    return f32x16(f32x16, types.intp, types.float32), build
+
+
+@kernel
+def masked(out, logits, n, bits):
+    """out[i] = logits[i] if bit i % 32 of bits[i // 32] is set, else -inf: i < n padded to 16."""
+    for i in range(0, n, LANES):
+        word = bits[i // 32] >> (i % 32)
+        store(out, i, lanes_allowed(load(logits, i), word, LOWEST))
+
+
+@kernel
+def adjust(logits, ids, counts, bias, size, repetition, presence, frequency):
+    """x = logits[ids[r]] becomes, for each row r < size and rounded once,
+
+    (x / repetition if x > 0 else x * repetition) - presence - frequency * counts[r] + bias[r].
+
+    A count of 0 (in the prompt only) has neither presence nor frequency, one below 0 no repetition
+    either. What is finite stays finite, since NaN comes of infinity.
+    """
+    for row in range(size):
+        x = np.float64(logits[ids[row]])
+        if x > -np.inf:
+            if counts[row] >= 0:
+                x = x / repetition if x > 0 else x * repetition
+            if counts[row] > 0:
+                x -= presence + frequency * counts[row]
+            logits[ids[row]] = min(max(x + bias[row], -HIGHEST), HIGHEST)
+
+
+@kernel
+def largest_first(logits, n, ids, values):
+    """values: the len(ids) <= n largest of logits[:n], descending; ids: whose, the lowest first."""
+    k = len(ids)
+    values[:] = LOWEST
+    for j in range(k):
+        insert(ids, values, j, j, logits[j])
+    for i in range(0, n, LANES):
+        if lane_max(first_lanes(load(logits, i), n - i, LOWEST)) > values[k - 1]:
+            for j in range(max(i, k), min(i + LANES, n)):
+                if logits[j] > values[k - 1]:
+                    insert(ids, values, k - 1, j, logits[j])
+
+
+@inlined
+def insert(ids, values, last, new, value):
+    """Put a value where it belongs in the descending values[:last + 1], the last of which goes."""
+    at = last
+    while at > 0 and value > values[at - 1]:
+        ids[at], values[at] = ids[at - 1], values[at - 1]
+        at -= 1
+    ids[at], values[at] = new, value
+
+
+@kernel
+def log_sum(logits, n, peak):
+    """sum(e^(logits[i] - peak)) over i < n; its logarithm is within 1e-7 of float64's."""
+    total = 0.0
+    for i in range(0, n, LANES):
+        total += lane_sum(first_lanes(exp(load(logits, i) - peak), n - i, np.float32(0.0)))
+    return total
 
 
 @kernel
