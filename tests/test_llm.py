@@ -262,6 +262,21 @@ def test_weights_that_overflow(name, tmp_path):
         llm.logits([1, 2])
 
 
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16"])
+@pytest.mark.parametrize("kv_cache", ["basic", "paged"])
+def test_keys_that_overflow(kv_cache, kv_dtype, tmp_path):
+    """A softmax that makes numbers of NaN: fluent nonsense, where float16 holds no such key."""
+    tensors = random_tensors(TINY)
+    for name in tensors:
+        if "k_norm" in name or ("q_norm" in name and kv_dtype == "f32"):
+            tensors[name] *= np.float32(1e6 if kv_dtype == "f16" else 1e30)
+    path = write_checkpoint(tmp_path, tensors)
+    llm = LLM(path, weights="f32", kv_cache=kv_cache, kv_dtype=kv_dtype)
+    for ask in (lambda: llm.logits(range(20)), lambda: llm.generate(range(20), GREEDY)):
+        with pytest.raises(ValueError, match="not finite"):
+            ask()
+
+
 def test_a_pool_too_small_is_said_before_any_work(tmp_path, monkeypatch):
     """A request that fails half-way, its prompt computed for nothing and its text cut.
 

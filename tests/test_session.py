@@ -1,6 +1,7 @@
 """Sessions: what of a cache the next request can use, and that nothing else is used."""
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -260,3 +261,58 @@ def test_answers_that_nobody_reads_to_the_end(n_read):
         assert len(llm.generate(IDS[:70], greedy(3)).token_ids) == 3
     finally:
         gc.enable()
+
+
+# ---------------------------------------------------------------- one session, several requests
+
+
+@pytest.mark.parametrize("kind", ["basic", "paged", "concat"])
+def test_a_request_whose_session_has_moved_on(kind, path):
+    """Tokens of an old request appended to another text, and rows that are not those of the ids."""
+    llm = LLM(path, kv_cache=kind)
+    session = llm.new_session()
+    old = llm._start(IDS[:20], greedy(30), session).tokens()
+    next(old)
+    llm.generate(IDS[50:60], greedy(5), session)
+    ids = list(session.ids)
+    with pytest.raises(ValueError, match="gone on with another request"):
+        next(old)
+    assert session.ids == ids and session.cache.seq_len(0) == len(ids) - 1
+    assert llm.generate(None, greedy(5), session).token_ids == (
+        LLM(path).generate(ids, greedy(5)).token_ids
+    )
+
+
+def test_threads_with_one_session(path):
+    """Rows of two texts mixed in one cache, without a word."""
+    llm = LLM(path, threads=1)
+    session, outcomes = llm.new_session(), []
+
+    def ask(start: int) -> None:
+        for _ in range(5):
+            try:
+                outcomes.append(llm.generate(IDS[start : start + 20], greedy(20), session))
+            except ValueError as e:
+                outcomes.append(str(e))
+
+    threads = [threading.Thread(target=ask, args=(start,)) for start in (0, 30, 60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 15
+    assert all("another request" in o for o in outcomes if isinstance(o, str))
+    ids = list(session.ids)
+    again = llm.generate(None, greedy(5), session).token_ids
+    assert again == llm.generate(ids, greedy(5)).token_ids
+
+
+def test_a_session_is_saved_by_its_own_llm(path, tmp_path):
+    """Rows of one model in a file that says they are another's."""
+    llm, other = LLM(path), LLM(path, weights="f32")
+    session = llm.new_session()
+    llm.generate(IDS[:5], greedy(2), session)
+    for wrong in (session, other.new_session(), None, 5):
+        with pytest.raises(ValueError, match="session"):
+            other.save_cache(wrong, tmp_path / "f")
+    assert not (tmp_path / "f").exists()

@@ -245,6 +245,12 @@ def test_exp_of_zero():
     assert (exp(np.float32([0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-40])) == 1).all()
 
 
+def test_exp_of_nan():
+    """A softmax that makes a weight of what is no number, and hides that a model overflowed."""
+    found = exp(np.float32([np.nan, 0, -np.nan, 1]))
+    assert np.isnan(found).tolist() == [True, False, True, False]
+
+
 def test_exp_beyond_the_ends():
     """NaN or a wrapped exponent from scores too large or too small."""
     beyond = np.float32([88.0001, 89, 128, 1e3, 1e38, np.inf])
