@@ -13,6 +13,7 @@ from engine.metrics import Metrics
 from engine.profiler import Profile, timed
 from engine.sampler import Sampler
 from engine.session import Session
+from engine.stopping import StopStrings
 from engine.tokenizer import TextStream
 
 
@@ -22,10 +23,12 @@ class Completion:
 
     text: str | None  # None where the checkpoint has no tokenizer
     token_ids: list[int]  # an end-of-text token included
-    finish_reason: str | None  # "stop": end of text; "length"; None: not finished
+    finish_reason: str | None  # "stop": end of text or a stop; "length"; None: not finished
     metrics: Metrics
     profile: Profile | None = None  # where one was asked for
     reasoning: str | None = None  # what a model thought before it answered, in a chat
+    # for each token its own logprob and (id, logprob) of the likeliest, where they were asked for
+    logprobs: list[tuple[float, list[tuple[int, float]]]] | None = None
 
 
 class Decoding:
@@ -34,6 +37,7 @@ class Decoding:
     def __init__(self, model, session: Session, params, limit: int, eos_ids, metrics, profile):
         self.model, self.session, self.params, self.limit = model, session, params, limit
         self.eos_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_ids
+        self.logprobs: list | None = None if params.logprobs is None else []
         self.metrics: Metrics = metrics
         self.profile: Profile | None = profile
         self.token_ids: list[int] = []
@@ -47,7 +51,8 @@ class Decoding:
             self.finish_reason = "length"
             return
         vocab_size = self.model.config.vocab_size
-        sample, logits = Sampler(self.params, vocab_size), self.model.new_logits(1)
+        sample = Sampler(self.params, vocab_size, self.session.ids, self.eos_ids)
+        logits = self.model.new_logits(1)
         since = self.metrics.now()
         self._prefill(logits)
         while True:
@@ -63,6 +68,8 @@ class Decoding:
                 token = sample(logits[0])
             self.metrics.token_came()
             self._append(token)
+            if self.logprobs is not None:
+                self.logprobs.append(sample.logprobs)
             yield token
             if self.finish_reason:
                 return
@@ -76,7 +83,7 @@ class Decoding:
         self.token_ids.append(token)
         if self.profile:
             self.profile.steps[-1].token_id = token
-        if token in self.eos_ids:
+        if token in self.eos_ids or token in self.params.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.limit:
             self.finish_reason = "length"
@@ -126,6 +133,7 @@ class Generation:
         # it the cache, whose blocks another request may wait for.
         self._tokens = self._decoding.run()
         self._stream: TextStream | None = stream
+        self._stops = StopStrings(params.stop)
         self._splitter: ThinkingSplitter | None = splitter
         self._text = {"answer": "", "reasoning": ""}
 
@@ -133,7 +141,8 @@ class Generation:
     def completion(self) -> Completion:
         d, text = self._decoding, None if self._stream is None else self._text["answer"]
         done = text, list(d.token_ids), d.finish_reason, d.metrics, d.profile
-        return Completion(*done, self._text["reasoning"] or None)
+        logprobs = None if d.logprobs is None else list(d.logprobs)
+        return Completion(*done, self._text["reasoning"] or None, logprobs)
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text, whole characters only; joined they are the completion's text.
@@ -147,9 +156,18 @@ class Generation:
         assert self._stream is not None, "text needs a tokenizer"
         for token in self._tokens:
             with timed(self._decoding.profile, "text"):
-                pieces = self._split(self._stream.push(token))
+                pieces = self._split(self._before_stop(self._stream.push(token)))
             yield from self._kept(pieces)
-        yield from self._kept(self._split(self._stream.flush(), True))
+            if self._stops.found is not None:
+                self._tokens.close()
+                self._decoding.finish_reason = "stop"
+        rest = self._before_stop(self._stream.flush()) + self._stops.flush()
+        yield from self._kept(self._split(rest, True))
+
+    def _before_stop(self, text: str) -> str:
+        """What of the next text can be let go; stop strings count after min_tokens."""
+        early = len(self._decoding.token_ids) <= self.params.min_tokens
+        return text if early and self.params.min_tokens else self._stops.push(text)
 
     def _split(self, text: str, ended: bool = False) -> list[tuple[str, str]]:
         if self._splitter is None:

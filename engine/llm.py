@@ -304,6 +304,10 @@ class LLM:
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params is {params!r}; SamplingParams are needed")
+        if params.n > 1:
+            raise ValueError(f"n is {params.n}; one sample a request is implemented")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer.json; stop_token_ids do not")
         return params
 
     def _limit(self, n_prompt: int, params: SamplingParams) -> int:

@@ -71,6 +71,15 @@ def parser() -> Parser:
         ),
     ):
         option(name, kind, letter, None, text)
+    for name, letter, text in (
+        ("--repetition-penalty", "X", f"makes tokens of prompt and text rarer ({own} 1: not)"),
+        ("--presence-penalty", "X", "takes X off the logits of tokens in the text (default: 0)"),
+        ("--frequency-penalty", "X", "takes it off for each time they are there (default: 0)"),
+    ):
+        option(name, float, letter, None, text)
+    ap.add_argument("--stop", action="append", metavar="S", help="end before S; may be repeated")
+    option("--min-tokens", int, "N", None, "no end of the text before N tokens (default: 0)")
+    option("--logprobs", int, "N", None, "with --json, logprobs of N tokens beside each chosen one")
     option("--seed", int, "S", None, "the same seed gives the same text (default: a fresh one)")
     ap.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     for name, values, text in (
@@ -185,6 +194,7 @@ def report(args: argparse.Namespace, llm: LLM, generation: Generation) -> None:
             "text": done.text,
             **({"reasoning": done.reasoning} if args.chat else {}),
             "token_ids": done.token_ids,
+            **({"logprobs": done.logprobs} if args.logprobs is not None else {}),
             "finish_reason": done.finish_reason,
             "metrics": done.metrics.as_dict(),
             "settings": llm.settings | vars(generation.params),

@@ -326,6 +326,49 @@ def test_completion_is_a_snapshot():
     assert (early.token_ids, early.finish_reason) == ([10], None)
 
 
+@pytest.mark.parametrize("stop", ["be", ["xyz", " or"], ["o be", "be,"]])
+def test_stop_strings(stop):
+    """A stop shown in part, or a model that goes on behind it; a request that is not stopped."""
+    text = "To be, or not to be."
+    ids = TOKENIZER.encode(text)
+    model = ScriptedModel(*ids, 10, 11, 12)
+    request = generation(model, stop=stop)
+    stops = [stop] if isinstance(stop, str) else stop
+    ends = [text.find(s) for s in stops if s in text]
+    assert "".join(request) == text[: min(ends)]
+    done = request.completion
+    assert done.finish_reason == "stop" and done.text == text[: min(ends)]
+    assert len(model.calls) < len(ids) and list(request) == []
+    assert TOKENIZER.decode(done.token_ids).startswith(done.text)
+
+
+def test_stop_strings_after_min_tokens():
+    """A text that ends at its first word although more were asked for."""
+    ids = TOKENIZER.encode("To be, or not to be, that")
+    request = generation(ScriptedModel(*ids), stop="be", min_tokens=5, max_tokens=len(ids))
+    assert "".join(request).startswith("To be, or not to ")
+
+
+def test_stop_ids_and_logprobs():
+    """An id that was asked to end the text and does not; logprobs of another token."""
+    model = ScriptedModel(10, 11, 12, 13)
+    request = generation(model, stop_token_ids=[12], logprobs=1)
+    assert list(request.tokens()) == [10, 11, 12]
+    done = request.completion
+    assert done.finish_reason == "stop" and len(done.logprobs) == 3
+    assert [top[0][0] for _, top in done.logprobs] == [10, 11, 12]
+    assert all(own == top[0][1] < 0 for own, top in done.logprobs)
+    assert generation(ScriptedModel(10), max_tokens=1).completion.logprobs is None
+
+
+def test_a_prompt_is_part_of_what_is_repeated():
+    """A repetition penalty that counts the output only."""
+    model = ScriptedModel(7, 7)
+    request = generation(model, prompt=(7, 8), repetition_penalty=10.0, max_tokens=1)
+    assert list(request.tokens()) == [7]  # 1 / 10 is still the largest: others are 0
+    assert request.session.ids == [7, 8, 7]
+
+
 def test_thoughts_are_no_answer():
     """Thoughts shown as the answer, or the answer to an empty thought lost."""
     ids = TOKENIZER.encode("<think>\nTo be?\n</think>\n\nNot to be.")

@@ -365,6 +365,15 @@ def test_settings_of_a_cache_that_cannot_be(settings):
         LLM(**settings)
 
 
+def test_what_is_asked_and_cannot_be_given(tmp_path):
+    """Samples or stop strings that are silently left out."""
+    llm = LLM(write_checkpoint(tmp_path))
+    with pytest.raises(ValueError, match="n is 2"):
+        llm.generate([1], SamplingParams(n=2))
+    with pytest.raises(ValueError, match="tokenizer"):
+        llm.generate([1], SamplingParams(stop="x"))
+
+
 def test_an_llm_and_its_metrics_say_what_they_are(built_in):
     """<engine.llm.LLM object at 0x...> in a notebook."""
     assert "model='built-in'" in repr(built_in) and "weights='q8_0'" in repr(built_in)

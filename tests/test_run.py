@@ -263,3 +263,16 @@ def test_chat(tmp_path, capsys):
     for wrong in (["--chat"], ["x", "--system", "y"], ["x", "--no-thinking"], ["--chat", "x"]):
         assert main(wrong) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_stops_penalties_and_logprobs(capsys):
+    """Flags that are taken and do nothing."""
+    flags = ["To be, or not to be", "--temperature", "0", "--max-tokens", "12"]
+    assert main([*flags, "--stop", "zebra", "--stop", " man"]) == 0
+    assert capsys.readouterr().out == " done, and not a\n"
+    assert main([*flags, "--json", "--logprobs", "2", "--repetition-penalty", "1.5"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["logprobs"]) == len(result["token_ids"]) == 12
+    assert result["settings"]["repetition_penalty"] == 1.5
+    assert main([*flags, "--json", "--presence-penalty", "2", "--frequency-penalty", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] != result["token_ids"]
