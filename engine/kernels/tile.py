@@ -65,6 +65,23 @@ def token_addresses(ctx, b, tile: Tile, array_type, array, at, stride, count):
     return [address(ctx, b, array_type, array, b.add(at, step), count) for step in steps]
 
 
+def vectors_at(ctx, b, array_type, array, at, stride, n):
+    """array[at + i * stride : + 16] for i below n, each loaded when it is asked for."""
+    for i in range(n):
+        start = b.add(at, b.mul(stride, ir.Constant(at.type, i)))
+        yield load_lanes(ctx, b, array_type, array, start)
+
+
+def with_products(b, tile: Tile, total, rows, tokens):
+    """total[g, t] + rows[g] * tokens[t], a vector for each group and each token."""
+    for g, row in enumerate(rows):
+        for t, token in enumerate(tokens):
+            i = g * tile.tokens + t
+            part = call(b, "llvm.fma.v16f32", V_F32, row, token, b.extract_value(total, i))
+            total = b.insert_value(total, part, i)
+    return total
+
+
 @intrinsic(prefer_literal=True)
 def tile_zero(tc, groups, tokens):
     """A tile of `groups` x `tokens` accumulators, both written as literals or constants."""
@@ -106,14 +123,8 @@ def tile_fma(tc, total, w, w_at, w_stride, x, x_at, x_stride):
         tile = sig.args[0]
         scalars = token_addresses(ctx, b, tile, sig.args[4], x, x_at, x_stride, 1)
         tokens = [splatted(b, b.load(p)) for p in scalars]
-        for g in range(tile.groups):
-            at = b.add(w_at, b.mul(w_stride, ir.Constant(w_at.type, g)))
-            rows = load_lanes(ctx, b, sig.args[1], w, at)
-            for t, token in enumerate(tokens):
-                i = g * tile.tokens + t
-                part = call(b, "llvm.fma.v16f32", V_F32, rows, token, b.extract_value(total, i))
-                total = b.insert_value(total, part, i)
-        return total
+        rows = vectors_at(ctx, b, sig.args[1], w, w_at, w_stride, tile.groups)
+        return with_products(b, tile, total, rows, tokens)
 
     if isinstance(total, Tile) and is_loadable(w) and is_floats(x):
         size = types.intp
@@ -127,18 +138,9 @@ def tile_fma_lanes(tc, total, w, w_at, w_stride, x, x_at, x_stride):
     def build(ctx, b, sig, args):
         total, w, w_at, w_stride, x, x_at, x_stride = args
         tile = sig.args[0]
-
-        def vectors(array_type, array, at, stride, n):
-            starts = (b.add(at, b.mul(stride, ir.Constant(at.type, i))) for i in range(n))
-            return [load_lanes(ctx, b, array_type, array, start) for start in starts]
-
-        tokens = vectors(sig.args[4], x, x_at, x_stride, tile.tokens)
-        for g, rows in enumerate(vectors(sig.args[1], w, w_at, w_stride, tile.groups)):
-            for t, token in enumerate(tokens):
-                i = g * tile.tokens + t
-                part = call(b, "llvm.fma.v16f32", V_F32, rows, token, b.extract_value(total, i))
-                total = b.insert_value(total, part, i)
-        return total
+        tokens = list(vectors_at(ctx, b, sig.args[4], x, x_at, x_stride, tile.tokens))
+        rows = vectors_at(ctx, b, sig.args[1], w, w_at, w_stride, tile.groups)
+        return with_products(b, tile, total, rows, tokens)
 
     if isinstance(total, Tile) and is_loadable(w) and is_floats(x):
         size = types.intp
