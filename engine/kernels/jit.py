@@ -182,7 +182,7 @@ def uninterrupted() -> Iterator[None]:
     def note(number, frame):
         came.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if compilation.started is not None and sys.stderr:
+        if compilation.said and compilation.started is not None and sys.stderr:
             print("interrupted: compilation ends first (again: at once)", file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, note)
