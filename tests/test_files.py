@@ -34,7 +34,7 @@ def test_what_stood_there_stays(error, tmp_path):
         part.write_text("half")
         raise error
 
-    with pytest.raises(type(error), match="f: cannot be written: No space" if error.args else ""):
+    with pytest.raises(type(error), match="f: cannot be written: No space" if error.args else None):
         write_whole(tmp_path / "f", fail)
     assert (tmp_path / "f").read_text() == "old" and names(tmp_path) == ["f"]
 
