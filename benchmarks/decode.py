@@ -16,6 +16,7 @@ import numpy as np
 
 from engine import LLM
 from engine.cache import KV_DTYPES, KvCache
+from engine.kernels.runs import Run
 from engine.loading.weights import KINDS
 from engine.machine import ReadBandwidth, describe
 from engine.threads import default_threads
@@ -56,7 +57,7 @@ def time_steps(llm: LLM, rows: int, n: int) -> list[float]:
     logits, took = model.new_logits(1), []
     for token in rng.integers(0, llm.config.vocab_size, n):
         start = time.perf_counter()
-        model.forward(np.array([token]), cache, False, logits)
+        model.forward([Run(np.array([token]), cache, False, 1)], logits)
         took.append(time.perf_counter() - start)
     return took
 

@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks import one, readme
 from benchmarks.decode import filled
 from engine import LLM, SamplingParams
+from engine.kernels.runs import Run
 from engine.loading.weights import KINDS
 from engine.machine import bounds, describe
 from engine.profiler import PHASES, Profile
@@ -73,7 +74,8 @@ def cost_of_profiling(llm: LLM, rows: int, n: int) -> float:
         start = time.perf_counter()
         if i % 2:
             profile.begin(False, 1, 1, cache)
-        model.forward(np.array([1]), cache, False, logits, profile if i % 2 else None)
+        run = Run(np.array([1]), cache, False, 1)
+        model.forward([run], logits, profile if i % 2 else None)
         took[i % 2].append(time.perf_counter() - start)
     off, on = map(statistics.median, took)
     return on / off - 1

@@ -6,10 +6,9 @@ layer alone would stay in the processor's cache and show the cache's speed.
 
 from __future__ import annotations
 
-from engine.kernels.decode_attention import decode_attention, merge_chunks
+from engine.kernels.decode_attention import decode_attention, merge_parts
 from engine.kernels.forward import norm_and_rotate
-from engine.kernels.jit import inlined, kernel
-from engine.kernels.kv import of_side
+from engine.kernels.jit import kernel
 from engine.kernels.matmul import matmul, of_layer, quantize
 from engine.kernels.prompt_attention import prompt_attention
 from engine.kernels.rmsnorm import rmsnorm_rows
@@ -24,31 +23,22 @@ def matmuls(me, out, store, layers, n, k, x, n_tokens):
         barrier(me)
 
 
-@inlined
-def sides(kv, layer, heads):
-    """K and V of a layer."""
-    width = heads.n_kv_heads * heads.head_dim
-    return of_side(kv, layer, 0, width), of_side(kv, layer, 1, width)
-
-
 @kernel
-def decode_attentions(me, out, parts, q, kv, n_rows, heads, work):
-    """out = softmax(q k^T) v for one token, over n_rows rows of each layer of Kv."""
+def decode_attentions(me, out, parts, q, kv, runs, heads, work):
+    """out = softmax(q k^T) v for the generated tokens of Runs, in each layer of Kv."""
     work_at = me.rank * (len(work) // me.ranks)
     for layer in range(len(kv.places)):
-        k, v = sides(kv, layer, heads)
-        decode_attention(parts, q, k, v, n_rows, heads, work, work_at, me)
+        decode_attention(parts, q, kv, layer, runs, heads, work, work_at, me)
         barrier(me)
-        merge_chunks(out, parts, n_rows, heads, me)
+        merge_parts(out, parts, runs, heads, me)
         barrier(me)
 
 
 @kernel
-def prompt_attentions(me, out, q, kv, n_tokens, heads, work):
-    """out[t] = softmax(q[t] k^T) v over rows 0 to t, for the n_tokens of a prompt. out: Rows."""
+def prompt_attentions(me, out, q, kv, runs, heads, work):
+    """out[t] = softmax(q[t] k^T) v for the tokens of prompts among Runs. out, q: Rows."""
     work_at = me.rank * (len(work) // me.ranks)
-    k, v = sides(kv, 0, heads)
-    prompt_attention(out, q, k, v, 0, n_tokens, heads, work, work_at, me)
+    prompt_attention(out, q, kv, 0, runs, heads, work, work_at, me)
 
 
 @kernel
@@ -59,9 +49,9 @@ def rmsnorms(me, out, x, weight, n_tokens, dim, eps):
 
 
 @kernel
-def norms_and_rotations(me, x, weight, n_heads, heads, eps, rope, n_tokens):
+def norms_and_rotations(me, x, weight, n_heads, heads, eps, rope, runs, n_tokens):
     """Every head of x, Rows of (n_tokens, n_heads, head_dim), normed and turned, in place."""
-    norm_and_rotate(x, weight, 0, n_heads, heads, eps, rope, 0, n_tokens, me)
+    norm_and_rotate(x, weight, 0, n_heads, heads, eps, rope, runs, n_tokens, me)
 
 
 @kernel

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.caches import KINDS_OF_CACHE, new_cache
 from benchmarks.decode import filled
+from engine.kernels.runs import Run
 
 STEPS = 24
 
@@ -26,7 +27,7 @@ def test_cache(measure, llm, kind, rows, request):
     rng, counts = np.random.default_rng(rows), [copy(cache.counts)]
 
     def step(token):
-        llm._model.forward(token, cache, False, logits)
+        llm._model.forward([Run(token, cache, False, 1)], logits)
 
     def count(token):
         counts.append(copy(cache.counts))

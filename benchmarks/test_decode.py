@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.decode import filled
+from engine.kernels.runs import Run
 
 STEPS = 24
 
@@ -24,7 +25,7 @@ def test_decode(measure, llm, rows):
     rng = np.random.default_rng(rows)
 
     def step(token):
-        llm._model.forward(token, cache, False, logits)
+        llm._model.forward([Run(token, cache, False, 1)], logits)
 
     measure(
         step,

@@ -14,11 +14,12 @@ from engine import SamplingParams, memory
 from engine.cache import BasicKvCache, BlockPool, KvCache, PagedKvCache
 from engine.config import ModelConfig
 from engine.kernels.attention import Heads
-from engine.kernels.decode_attention import decode_work_size, parts_size
+from engine.kernels.decode_attention import decode_work_size, part_size
 from engine.kernels.int8 import Q_TYPE
 from engine.kernels.matmul import BLOCK, Q8, Floats, Inputs, Rows, padded, rows_for
 from engine.kernels.prompt_attention import prompt_work_size
 from engine.kernels.rope import rope_table
+from engine.kernels.runs import Run, runs_of
 from engine.loading.weights import KINDS
 from engine.sampler import Sampler
 
@@ -134,10 +135,12 @@ def test_decode_attention(measure, team, walk, filled, n_rows):
     """A generated token: every row of K and V is read once."""
     layers = -(-walk // (2 * 4 * n_rows * C.kv_dim))
     cache = filled(layers, n_rows)
-    q, out = divided(random_floats(C.q_dim)), memory.zeros(C.q_dim)
-    parts = memory.zeros(parts_size(n_rows, C.n_heads, C.head_dim))
+    cache.truncate(n_rows - 1)  # the last row is the token's own
+    runs = runs_of([Run(np.zeros(1, np.int64), cache, False, 0)], [0])
+    q, out = Rows(divided(random_floats(C.q_dim)), 0, C.q_dim), rows(1, C.q_dim)
+    parts = memory.zeros(runs.parts[-1] * part_size(C.n_heads, C.head_dim))
     work = memory.zeros(team.ranks * decode_work_size(C.n_heads))
-    arguments = out, parts, q, cache.kv(), n_rows, HEADS, work
+    arguments = out, parts, q, cache.kv(), runs, HEADS, work
     measure(
         lambda: team.run(ranks.decode_attentions, *arguments),
         rounds=ROUNDS,
@@ -150,10 +153,14 @@ def test_decode_attention(measure, team, walk, filled, n_rows):
 def test_prompt_attention(measure, team, filled):
     """512 tokens of a prompt, each of which sees itself and those before it."""
     n = 512
-    q, out, kv = divided(random_floats(n * C.q_dim)), rows(n, C.q_dim), filled(1, n).kv()
+    q, out = Rows(divided(random_floats(n * C.q_dim)), 0, C.q_dim), rows(n, C.q_dim)
+    cache = filled(1, n)
+    kv = cache.kv()
+    cache.truncate(0)  # the rows are there, and they are the tokens' own
+    runs = runs_of([Run(np.zeros(n, np.int64), cache, True, 0)], [0])
     work = memory.zeros(team.ranks * prompt_work_size(C.head_dim))
     measure(
-        lambda: team.run(ranks.prompt_attentions, out, q, kv, n, HEADS, work),
+        lambda: team.run(ranks.prompt_attentions, out, q, kv, runs, HEADS, work),
         rounds=ROUNDS,
         operations=4 * C.q_dim * n * (n + 1) // 2,
     )
@@ -175,7 +182,8 @@ def test_norm_and_rotate(measure, team):
     """Read and written: the query heads of a prompt."""
     x, weight = rows(PROMPT, C.q_dim), random_floats(C.head_dim)
     rope = rope_table(C.head_dim, C.rope_theta, PROMPT).ravel()
-    arguments = x, weight, C.n_heads, HEADS, C.norm_eps, rope, PROMPT
+    runs = runs_of([Run(np.zeros(PROMPT, np.int64), BasicKvCache(1, C.kv_dim), True, 0)], [0])
+    arguments = x, weight, C.n_heads, HEADS, C.norm_eps, rope, runs, PROMPT
     measure(
         lambda: team.run(ranks.norms_and_rotations, *arguments),
         rounds=ROUNDS,

@@ -9,6 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.chat import ThinkingSplitter
+from engine.kernels.runs import Run
 from engine.metrics import Metrics
 from engine.profiler import Profile, timed
 from engine.sampler import Sampler
@@ -111,7 +112,7 @@ class Decoding:
             cache = self.session.cache
             if self.profile:
                 self.profile.begin(is_prompt, len(ids), len(logits), cache)
-            self.model.forward(ids, cache, is_prompt, logits, self.profile)
+            self.model.forward([Run(ids, cache, is_prompt, len(logits))], logits, self.profile)
 
 
 class Generation:

@@ -20,6 +20,7 @@ from engine.defaults import default_params
 from engine.generate import Completion, Generation
 from engine.kernels.int8 import FORM
 from engine.kernels.jit import compilation, uninterrupted
+from engine.kernels.runs import Run
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.hub import resolve
 from engine.loading.weights import KINDS, load_float32, load_weights
@@ -232,7 +233,7 @@ class LLM:
         for start in range(0, len(ids), size):
             chunk = ids[start : start + size]
             logits = self._model.new_logits(len(chunk))
-            self._model.forward(chunk, cache, True, logits)
+            self._model.forward([Run(chunk, cache, True, len(chunk))], logits)
             out[start : start + size] = logits[:, : self.config.vocab_size]
         if not np.isfinite([out.min(), out.max()]).all():
             raise ValueError("the logits are not finite: the model overflows float32")

@@ -15,14 +15,17 @@ import numba
 import numpy as np
 
 from engine import memory
-from engine.cache import KV_DTYPES, BasicKvCache, KvCache
+from engine.cache import KV_DTYPES, BasicKvCache
 from engine.config import ModelConfig
-from engine.kernels.decode_attention import decode_work_size, parts_size
+from engine.kernels.attention import CHUNK
+from engine.kernels.decode_attention import decode_work_size, part_size
 from engine.kernels.forward import Scratch, Sizes, Weights, step
 from engine.kernels.int8 import Q_TYPE
+from engine.kernels.kv import Kv
 from engine.kernels.matmul import BLOCK, Q8, Inputs, Rows, padded, rows_for
 from engine.kernels.prompt_attention import prompt_work_size
 from engine.kernels.rope import rope_table
+from engine.kernels.runs import Run, Runs, runs_of
 from engine.kernels.team import NO_CLOCK, Rank, break_team, new_flags
 from engine.profiler import NOTHING, Profile, timed
 
@@ -89,32 +92,33 @@ class SimdModel:
         return memory.zeros(n * width).reshape(n, width)
 
     def forward(
-        self,
-        ids: np.ndarray,
-        cache: KvCache,
-        is_prompt: bool,
-        logits: np.ndarray,
-        profile: Profile | None = None,
+        self, runs: Sequence[Run], logits: np.ndarray, profile: Profile | None = None
     ) -> None:
-        """Run `ids`, (T,) int64, behind the rows of `cache`, and append their rows to it.
+        """Run tokens of some sequences, each behind the rows of its cache, and append their rows.
 
-        `logits`, of `new_logits`, receives those of the last len(logits) tokens; `profile`, what
-        the step spent its time on. If the step fails, the cache is as it was.
+        Runs of prompts come first, and several sequences have caches of one pool. `logits`, of
+        `new_logits`, receives those of each run's last n_logits tokens, in order; `profile`, what
+        the step spent its time on. If the step fails, the caches are as they were.
         """
-        assert 0 < len(ids) <= self.max_tokens and len(logits) <= len(ids), (len(ids), len(logits))
-        assert is_prompt or len(ids) == 1, "generated tokens come one at a time"
+        n_tokens, n_logits = sum(len(r.ids) for r in runs), sum(r.n_logits for r in runs)
+        assert 0 < n_tokens <= self.max_tokens and n_logits == len(logits), (n_tokens, n_logits)
+        assert all(0 < len(r.ids) and r.n_logits <= len(r.ids) for r in runs), "an empty run"
+        prompts_first = sorted((run.is_prompt for run in runs), reverse=True)
+        assert [run.is_prompt for run in runs] == prompts_first, "runs of prompts come first"
+        ids = np.concatenate([run.ids for run in runs]).astype(np.int64, copy=False)
         assert 0 <= ids.min() and ids.max() < self.config.vocab_size, "id outside the vocabulary"
         if os.getpid() != self._pid:  # a fork copies the lock, held or not, and no threads
             self._lock, self.team, self._pid = threading.Lock(), Team(self.threads), os.getpid()
         with self._lock:
-            with timed(profile, cache.parts[0], cache):
-                cache.reserve(len(ids))
-            self._make_room(cache.capacity)
+            for run in runs:
+                with timed(profile, run.cache.parts[0], run.cache):
+                    run.cache.reserve(len(run.ids))
             with profile.kernel(self.threads) if profile else NOTHING as clocks:
-                arguments = self._arguments(ids, cache, is_prompt, logits)
+                arguments = self._arguments(ids, runs, logits)
                 self.team.run(step, *arguments, clocks=clocks)
-            with timed(profile, cache.parts[1], cache):
-                cache.commit(len(ids))
+            for run in runs:
+                with timed(profile, run.cache.parts[1], run.cache):
+                    run.cache.commit(len(run.ids))
 
     def bytes_per_token(self, n_rows: int) -> int:
         """Bytes that a decode step reads with `n_rows` rows in the cache: its lower bound."""
@@ -166,23 +170,40 @@ class SimdModel:
     def compile(self) -> None:
         """Load or compile the step, prefill and decode alike, without running it."""
         cache = BasicKvCache(self.config.n_layers, self.config.kv_dim, self.kv_dtype)
-        arguments = self._arguments(np.zeros(1, np.int64), cache, True, self.new_logits(1))
+        runs = [Run(np.zeros(1, np.int64), cache, True, 1)]
+        arguments = self._arguments(runs[0].ids, runs, self.new_logits(1))
         types = map(numba.typeof, (Rank(0, 1, self.team.flags), *arguments))
         step.compile(tuple(types))
 
-    def _arguments(self, ids, cache, is_prompt, logits) -> tuple:
-        kv, start = cache.kv(), cache.seq_len(0)
-        return self.sizes, self.weights, self.rope, kv, ids, start, is_prompt, self.scratch, logits
+    def _arguments(self, ids: np.ndarray, runs: Sequence[Run], logits: np.ndarray) -> tuple:
+        kv, tables = joined([run.cache.kv() for run in runs])
+        numbers = runs_of(runs, tables)
+        self._make_room(max(run.cache.capacity for run in runs), numbers)
+        return self.sizes, self.weights, self.rope, kv, numbers, ids, self.scratch, logits
 
-    def _make_room(self, n_rows: int) -> None:
-        """Tables and scratch for a cache of `n_rows`, at least doubled where they do not do."""
+    def _make_room(self, n_rows: int, runs: Runs) -> None:
+        """Tables and scratch for sequences of up to `n_rows`, at least doubled where they do not
+        do."""
         c = self.config
         held = len(self.rope) // c.head_dim
         if held < n_rows:
             n_rows = max(n_rows, 2 * held)
             self.rope = rope_table(c.head_dim, c.rope_theta, n_rows).ravel()
-            parts = memory.zeros(parts_size(n_rows, c.n_heads, c.head_dim))
+        size = part_size(c.n_heads, c.head_dim)
+        held, needed = len(self.scratch.parts) // size, max(runs.parts[-1], -(-n_rows // CHUNK))
+        if held < needed:
+            parts = memory.zeros(max(needed, 2 * held) * size)
             self.scratch = self.scratch._replace(parts=parts)
+
+
+def joined(kvs: Sequence[Kv]) -> tuple[Kv, list[int]]:
+    """One Kv of all sequences' blocks, and where those of each begin."""
+    first = kvs[0]
+    if len(kvs) == 1:
+        return first, [0]
+    assert all(kv.places is first.places for kv in kvs), "sequences of different pools"
+    ends = np.cumsum([len(kv.blocks) for kv in kvs])
+    return first._replace(blocks=np.concatenate([kv.blocks for kv in kvs])), [0, *ends[:-1]]
 
 
 class Team:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from tqdm import tqdm
 
+from engine.kernels.runs import Run
 from engine.llm import LLM
 
 PIECE = 64  # tokens whose logits are held at a time
@@ -33,7 +34,7 @@ def negative_log_likelihood(llm: LLM, ids: np.ndarray) -> float:
     for start in range(0, len(ids), size):
         piece = ids[start : start + size]
         logits = llm._model.new_logits(len(piece))
-        llm._model.forward(piece, cache, True, logits)
+        llm._model.forward([Run(piece, cache, True, len(logits))], logits)
         logits = logits[:, : llm.config.vocab_size].astype(np.float64)
         after = ids[start + 1 : start + size + 1]
         peak = logits.max(axis=1, keepdims=True)

@@ -5,10 +5,13 @@ Written for the eye. `forward` is the paper from top to bottom, one function a f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from engine.cache import KvCache
 from engine.config import ModelConfig
+from engine.kernels.runs import Run
 from engine.profiler import Profile, timed
 
 
@@ -31,17 +34,21 @@ class NumpyModel:
         return [np.ascontiguousarray(self.tensors[name]) for name in sorted(self.tensors)]
 
     def forward(
-        self,
-        ids: np.ndarray,
-        cache: KvCache,
-        is_prompt: bool,
-        logits: np.ndarray,
-        profile: Profile | None = None,
+        self, runs: Sequence[Run], logits: np.ndarray, profile: Profile | None = None
     ) -> None:
-        """Run `ids` behind the rows of `cache`, append theirs, and give the last logits."""
+        """Run tokens of some sequences, each behind the rows of its cache, and append their rows.
+
+        `logits` receives those of each run's last n_logits tokens, in order.
+        """
+        given = 0
+        for run in runs:
+            self._forward(run, logits[given : given + run.n_logits], profile)
+            given += run.n_logits
+
+    def _forward(self, run: Run, logits: np.ndarray, profile: Profile | None) -> None:
+        ids, cache, start = run.ids, run.cache, run.cache.seq_len(0)
         with timed(profile, "forward"):
             all_logits, rows = forward(self.config, self.tensors, ids, cache, len(logits))
-        start = cache.seq_len(0)
         try:
             for layer, (k, v) in enumerate(rows):
                 if start == 0:

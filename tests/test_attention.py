@@ -9,12 +9,13 @@ from engine.kernels.attention import CHUNK, Heads
 from engine.kernels.decode_attention import (
     decode_attention,
     decode_work_size,
-    merge_chunks,
-    parts_size,
+    merge_parts,
+    part_size,
 )
-from engine.kernels.kv import KvRows
+from engine.kernels.kv import Kv
 from engine.kernels.matmul import Rows
 from engine.kernels.prompt_attention import prompt_attention, prompt_work_size
+from engine.kernels.runs import Run, runs_of
 from engine.kernels.team import Rank, new_flags
 
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 400)
@@ -28,64 +29,84 @@ def shape_name(heads: Heads) -> str:
     return f"group{heads.n_heads // heads.n_kv_heads}x{heads.head_dim}"
 
 
-def in_blocks(rows: np.ndarray, block_rows: int = 0) -> tuple[KvRows, np.ndarray]:
+def in_blocks(k: np.ndarray, v: np.ndarray, block_rows: int = 0) -> tuple[Kv, np.ndarray]:
     """(n, kv_dim) rows in blocks scattered over memory full of NaN, and that memory, to be held.
 
     Without `block_rows` they are one block.
     """
-    n, width = rows.shape
+    n, width = k.shape
     block_rows = block_rows or n
     n_blocks = -(-n // block_rows)
-    memory = np.full((2 * n_blocks, block_rows, width), np.nan, np.float32)
-    places = np.random.default_rng(n).permutation(2 * n_blocks)[:n_blocks]
-    for i, place in enumerate(places):
-        some = rows[i * block_rows : (i + 1) * block_rows]
-        memory[place, : len(some)] = some
-    addresses = np.array([memory[place].ctypes.data for place in places], np.uint64)
-    element = np.zeros(0, np.float32)
-    return KvRows(addresses, np.uint64(0), block_rows, width, element), memory
+    memory = nans(2 * n_blocks, 2, block_rows, width)
+    order = np.random.default_rng(n).permutation(2 * n_blocks)[:n_blocks]
+    for i, number in enumerate(order):
+        for side, rows in enumerate((k, v)):
+            some = rows[i * block_rows : (i + 1) * block_rows]
+            memory[number, side, : len(some)] = some
+    blocks = np.array([memory[number].ctypes.data for number in order], np.uint64)
+    places = np.array([[0, memory[0, 0].nbytes]], np.uint64)
+    return Kv(blocks, places, block_rows, np.zeros(0, np.float32)), memory
 
 
-def run_decode(out, q, k, v, n_rows, heads, ranks) -> None:
+def run_decode(out, q, kv, runs, heads, ranks) -> None:
     """The decode form's one call in this file: every rank's share, one rank after the other.
 
     Scratch is of exactly the size that is asked for, and full of NaN.
     """
-    parts = nans(parts_size(n_rows, heads.n_heads, heads.head_dim))
+    parts = nans(runs.parts[-1] * part_size(heads.n_heads, heads.head_dim))
     work, flags = nans(ranks, decode_work_size(heads.n_heads)), new_flags(ranks)
     team = [Rank(rank, ranks, flags) for rank in range(ranks)]
+    out, q = (Rows(x.reshape(-1), 0, heads.n_heads * heads.head_dim) for x in (out, q))
     for me in team:
         at = me.rank * work.shape[1]
-        decode_attention(parts, q, k, v, n_rows, heads, work.ravel(), at, me)
+        decode_attention(parts, q, kv, 0, runs, heads, work.ravel(), at, me)
     for me in team:
-        merge_chunks(out, parts, n_rows, heads, me)
+        merge_parts(out, parts, runs, heads, me)
 
 
-def run_prompt(out, q, k, v, start, n_tokens, heads, ranks) -> None:
+def run_prompt(out, q, kv, runs, heads, ranks) -> None:
     """The prompt form's one call in this file."""
     work, flags = nans(ranks, prompt_work_size(heads.head_dim)), new_flags(ranks)
+    out, q = (Rows(x.reshape(-1), 0, heads.n_heads * heads.head_dim) for x in (out, q))
     for rank in range(ranks):
         me, at = Rank(rank, ranks, flags), rank * work.shape[1]
-        rows = Rows(out, 0, heads.n_heads * heads.head_dim)
-        prompt_attention(rows, q, k, v, start, n_tokens, heads, work.ravel(), at, me)
+        prompt_attention(out, q, kv, 0, runs, heads, work.ravel(), at, me)
+
+
+class Held:
+    """Stands for a cache: all that Runs ask of one is how many rows it holds."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    def seq_len(self, layer: int) -> int:
+        return self.rows
+
+
+def run_of(n: int, start: int, is_prompt: bool = False) -> Run:
+    """`n` tokens behind `start` rows."""
+    return Run(np.zeros(n, np.int64), Held(start), is_prompt, 0)
+
+
+def decode_run(q, k, v, heads, start, ranks=1, block_rows=0) -> np.ndarray:
+    """Queries at positions start, start + 1, ..., (n_tokens, n_heads, head_dim)."""
+    out = nans(*q.shape)
+    kv, _held = in_blocks(k, v, block_rows)
+    run_decode(out, q, kv, runs_of([run_of(len(q), start)], [0]), heads, ranks)
+    return out
 
 
 def decode(q, k, v, heads, n_rows=None, ranks=1, block_rows=0) -> np.ndarray:
     """One query, (n_heads, head_dim), over the first `n_rows` rows."""
-    out = nans(*q.shape)
     n_rows = len(k) if n_rows is None else n_rows
-    keys, _held_k = in_blocks(k, block_rows)
-    values, _held_v = in_blocks(v, block_rows)
-    run_decode(out.ravel(), q.ravel(), keys, values, n_rows, heads, ranks)
-    return out
+    return decode_run(q[None], k, v, heads, n_rows - 1, ranks, block_rows)[0]
 
 
 def prompt(q, k, v, heads, start=0, ranks=1, block_rows=0) -> np.ndarray:
     """Queries at positions start, start + 1, ..., (n_tokens, n_heads, head_dim)."""
     out = nans(*q.shape)
-    keys, _held_k = in_blocks(k, block_rows)
-    values, _held_v = in_blocks(v, block_rows)
-    run_prompt(out.ravel(), q.ravel(), keys, values, start, len(q), heads, ranks)
+    kv, _held = in_blocks(k, v, block_rows)
+    run_prompt(out, q, kv, runs_of([run_of(len(q), start, True)], [0]), heads, ranks)
     return out
 
 
@@ -154,6 +175,32 @@ def test_decode_reads_only_the_rows_in_use(n_rows):
     k_big, v_big = np.concatenate([k, behind]), np.concatenate([v, behind])
     found = decode(q[0], k_big, v_big, SMALL, n_rows=n_rows)
     np.testing.assert_array_equal(found, decode(q[0], k, v, SMALL))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("start, n", [(0, 2), (0, 65), (61, 2), (62, 5), (63, 3), (190, 8)])
+def test_a_run_of_generated_tokens_is_each_alone(start, n, ranks):
+    """A guessed token that sees the next, or bits that depend on how many share a step."""
+    q, k, v = inputs(n, start + n, SMALL)
+    alone = [decode(q[t], k, v, SMALL, start + t + 1) for t in range(n)]
+    found = decode_run(q, k, v, SMALL, start, ranks, block_rows=16)
+    np.testing.assert_array_equal(found, alone)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_sequences_of_one_step_do_not_meet(ranks):
+    """A sequence that reads another's rows, or leaves its parts in another's place."""
+    lengths, shares = [1, 64, 65, 200, 17], [1, 3, 1, 2, 1]
+    some = [inputs(n, length, SMALL) for length, n in zip(lengths, shares, strict=True)]
+    kvs = [in_blocks(k, v, 16) for _, k, v in some]
+    blocks = np.concatenate([kv.blocks for kv, _ in kvs])
+    tables = np.cumsum([0, *(len(kv.blocks) for kv, _ in kvs[:-1])])
+    runs = [run_of(n, length - n) for length, n in zip(lengths, shares, strict=True)]
+    q = np.concatenate([q for q, _, _ in some])
+    out, kv = nans(*q.shape), kvs[0][0]._replace(blocks=blocks)
+    run_decode(out, q, kv, runs_of(runs, tables), SMALL, ranks)
+    alone = [decode_run(q, k, v, SMALL, len(k) - len(q), block_rows=16) for q, k, v in some]
+    np.testing.assert_array_equal(out, np.concatenate(alone))
 
 
 # ---------------------------------------------------------------- tokens of the prompt

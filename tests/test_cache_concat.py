@@ -8,6 +8,7 @@ from checkpoints import write_checkpoint
 
 from engine import LLM, SamplingParams
 from engine.cache import ConcatKvCache, Counts
+from engine.kernels.runs import Run
 
 LAYERS, DIM = 3, 8
 ROW = 2 * DIM * 4  # bytes of a row of K and V
@@ -208,7 +209,7 @@ def test_copies_of_a_decode_step(kind, tmp_path):
     cache, logits = session.cache, llm._model.new_logits(1)
     for n_rows in range(300, 303):
         before = dataclasses.replace(cache.counts)
-        llm._model.forward(np.array([5]), cache, False, logits)
+        llm._model.forward([Run(np.array([5]), cache, False, len(logits))], logits)
         moved = since(cache, before)
         assert moved.append == layers * row
         if kind == "concat":  # K and V, cloned to be read and concatenated: 4 copies a layer

@@ -9,6 +9,7 @@ from checkpoints import write_checkpoint
 
 from engine import LLM, SamplingParams
 from engine.cache import BasicKvCache, BlockPool, PagedKvCache, PoolFull
+from engine.kernels.runs import Run
 
 N, N_PROMPT = 640, 40
 IDS = np.random.default_rng(0).integers(0, 300, N)
@@ -33,7 +34,7 @@ def path(tmp_path_factory):
 def step(llm, cache, ids, is_prompt, last=1) -> np.ndarray:
     """The logits of the last tokens of a step."""
     logits = llm._model.new_logits(last)
-    llm._model.forward(np.asarray(ids), cache, is_prompt, logits)
+    llm._model.forward([Run(np.asarray(ids), cache, is_prompt, last)], logits)
     return logits[:, : llm.config.vocab_size].copy()
 
 

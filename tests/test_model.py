@@ -10,6 +10,7 @@ from checkpoints import random_tensors, write_checkpoint
 from engine import LLM, SamplingParams
 from engine.cache import BasicKvCache
 from engine.kernels.forward import step
+from engine.kernels.runs import Run
 from engine.kernels.sampling import sample
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,7 +24,7 @@ def decoded(llm: LLM, ids: list[int]) -> np.ndarray:
     cache = BasicKvCache(n_layers=llm.config.n_layers, kv_dim=llm.config.kv_dim)
     logits, out = llm._model.new_logits(1), []
     for i, token in enumerate(ids):
-        llm._model.forward(np.array([token]), cache, i == 0, logits)
+        llm._model.forward([Run(np.array([token]), cache, i == 0, len(logits))], logits)
         out.append(logits[0, : llm.config.vocab_size].copy())
     return np.array(out)
 
@@ -125,7 +126,7 @@ def test_a_failed_step_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
     llm = LLM(write_checkpoint(tmp_path), threads=2)
     cache = BasicKvCache(n_layers=2, kv_dim=32)
     model, logits, ids = llm._model, llm._model.new_logits(1), np.arange(5)
-    model.forward(ids, cache, True, logits)
+    model.forward([Run(ids, cache, True, len(logits))], logits)
     before = cache.materialize(1)
 
     def fail(*_):
@@ -133,11 +134,11 @@ def test_a_failed_step_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("engine.model.step", fail)
-        model.forward(ids, cache, True, logits)
+        model.forward([Run(ids, cache, True, len(logits))], logits)
     assert cache.seq_len(0) == cache.seq_len(1) == 5
     for held, was in zip(cache.kv_view(1), before, strict=True):
         np.testing.assert_array_equal(held, was)
-    model.forward(ids, cache, True, logits)  # and the team still works
+    model.forward([Run(ids, cache, True, len(logits))], logits)  # and the team still works
     np.testing.assert_array_equal(logits[0, :300], llm.logits([*ids, *ids])[-1])
 
 
@@ -151,8 +152,8 @@ def test_rows_behind_the_last_are_never_read(tmp_path):
         for layer in range(2):
             cache._k[layer][:] = cache._v[layer][:] = filling
         logits = llm._model.new_logits(1)
-        llm._model.forward(ids, cache, True, logits)
-        llm._model.forward(ids[:1], cache, False, logits)
+        llm._model.forward([Run(ids, cache, True, len(logits))], logits)
+        llm._model.forward([Run(ids[:1], cache, False, len(logits))], logits)
         found.append(logits[0, :300].copy())
     np.testing.assert_array_equal(*found)
 
@@ -171,7 +172,7 @@ def test_cost_of_a_step_depends_on_rows_not_on_capacity(tmp_path):
     for _ in range(100):
         for rows, cache in caches.items():
             start = time.perf_counter()
-            llm._model.forward(ids, cache, False, logits)
+            llm._model.forward([Run(ids, cache, False, len(logits))], logits)
             took[rows].append(time.perf_counter() - start)
     small, big = (np.median(times) for times in took.values())
     assert big < 2 * small

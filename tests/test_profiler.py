@@ -16,6 +16,7 @@ from checkpoints import write_checkpoint
 from engine import LLM, SamplingParams
 from engine.kernels.clock import OPERATIONS, new_clock, ticks
 from engine.kernels.forward import step
+from engine.kernels.runs import Run
 from engine.profiler import Part, Profile, Step, arrays
 from engine.trace import trace, write_steps, write_trace
 
@@ -105,7 +106,7 @@ def all_logits(llm: LLM, profile: Profile | None) -> np.ndarray:
         logits = llm._model.new_logits(len(chunk))
         if profile:
             profile.begin(is_prompt, len(chunk), len(chunk), cache)
-        llm._model.forward(chunk, cache, is_prompt, logits, profile)
+        llm._model.forward([Run(chunk, cache, is_prompt, len(chunk))], logits, profile)
         found.append(logits)
     return np.concatenate(found)
 

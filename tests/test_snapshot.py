@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine import LLM, SamplingParams, memory
 from engine.cache import BasicKvCache, BlockPool, ConcatKvCache, PagedKvCache, snapshot
+from engine.kernels.runs import Run
 from engine.run import main
 
 KINDS = ("basic", "paged", "concat")
@@ -199,7 +200,7 @@ def test_only_what_is_not_cached_is_computed(n_shared, more, n_cached, conversat
     assert loaded.ids == [*prompt, *done.token_ids]
     cache, logits = llm.load_cache(path).cache, llm._model.new_logits(1)
     cache.truncate(n_cached)
-    llm._model.forward(np.array(prompt[n_cached:]), cache, True, logits)
+    llm._model.forward([Run(np.array(prompt[n_cached:]), cache, True, len(logits))], logits)
     np.testing.assert_array_equal(steps[0][2], logits)
 
 

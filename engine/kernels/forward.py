@@ -1,4 +1,4 @@
-"""The forward pass of Qwen3 (Yang et al. 2025), one compiled step for prefill and decode alike."""
+"""The forward pass of Qwen3 (Yang et al. 2025), one step for prefill, decode and any mix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from engine.kernels import clock
 from engine.kernels.attention import Heads
 from engine.kernels.clock import lap
-from engine.kernels.decode_attention import decode_attention, merge_chunks
+from engine.kernels.decode_attention import decode_attention, merge_parts
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.kv import of_side, write_row
 from engine.kernels.matmul import (
@@ -19,6 +19,7 @@ from engine.kernels.matmul import (
     Inputs,
     Rows,
     embed,
+    from_row,
     matmul,
     of_layer,
     padded,
@@ -74,18 +75,17 @@ class Scratch(NamedTuple):
     attended: Inputs  # (T, n_heads, head_dim)
     gate: Inputs  # (T, hidden_dim)
     up: Rows  # (T, hidden_dim)
-    parts: np.ndarray  # what a generated token's chunks gather (see decode_attention.py)
+    parts: np.ndarray  # what generated tokens' chunks gather (see decode_attention.py)
     work: np.ndarray  # (ranks, work_size) float32, each rank's own
 
 
 @kernel
-def step(me, sizes, weights, rope, kv, ids, start, is_prompt, s, logits):
-    """One forward of the tokens `ids` at positions start, start + 1, ..., as rank `me` of a team.
+def step(me, sizes, weights, rope, kv, runs, ids, s, logits):
+    """One forward of the tokens `ids` of several sequences, as rank `me` of a team.
 
-    rope: the table of rope.py. kv: Kv, where K and V have room for start + len(ids) rows, the first
-    `start` of them filled; the step appends the tokens' own.
-    Tokens of the prompt (`is_prompt`) are many, a generated one is alone. s: Scratch.
-    logits: (m, padded vocab_size), receives those of the last m tokens.
+    rope: the table of rope.py. kv: Kv, where every sequence has room for the rows of its run behind
+    those that it holds; the step appends them. s: Scratch.
+    logits: (m, padded vocab_size), receives those of the tokens runs.wanted.
     """
     n, dim, hidden_dim, eps = len(ids), sizes.dim, sizes.hidden_dim, sizes.norm_eps
     heads = Heads(sizes.n_heads, sizes.n_kv_heads, sizes.head_dim)
@@ -117,27 +117,21 @@ def step(me, sizes, weights, rope, kv, ids, start, is_prompt, s, logits):
 
         # every head of q and k normed and turned to its position, q divided by sqrt(head_dim), and
         # k and v appended to the cache
-        norm_and_rotate(q, weights.q_norm, layer, heads.n_heads, heads, eps, rope, start, n, me)
-        norm_and_rotate(k, weights.k_norm, layer, heads.n_kv_heads, heads, eps, rope, start, n, me)
+        norm_and_rotate(q, weights.q_norm, layer, heads.n_heads, heads, eps, rope, runs, n, me)
+        norm_and_rotate(k, weights.k_norm, layer, heads.n_kv_heads, heads, eps, rope, runs, n, me)
         divide(q, heads, n, me)
         lap(me, clock.NORM_AND_ROPE)
-        keys, values = of_side(kv, layer, 0, kv_dim), of_side(kv, layer, 1, kv_dim)
-        append(keys, values, k, v, heads, start, n, me)
+        append(kv, layer, k, v, heads, runs, n, me)
         lap(me, clock.APPEND)
         barrier(me)
 
-        # x += wo attention(q, all keys and values so far, the tokens' own included)
-        if is_prompt:
-            prompt_attention(
-                attended.rows, q.data, keys, values, start, n, heads, s.work, work_at, me
-            )
-            lap(me, clock.ATTENTION)
-        else:
-            decode_attention(s.parts, q.data, keys, values, start + 1, heads, s.work, work_at, me)
-            lap(me, clock.ATTENTION)
-            barrier(me)
-            merge_chunks(attended.rows.data, s.parts, start + 1, heads, me)
-            lap(me, clock.MERGE)
+        # x += wo attention(q, all keys and values of its sequence so far, its own included)
+        prompt_attention(attended.rows, q, kv, layer, runs, heads, s.work, work_at, me)
+        decode_attention(s.parts, q, kv, layer, runs, heads, s.work, work_at, me)
+        lap(me, clock.ATTENTION)
+        barrier(me)
+        merge_parts(attended.rows, s.parts, runs, heads, me)
+        lap(me, clock.MERGE)
         barrier(me)
         prepare(weights.wo, attended, first, last, 0, q_row)
         lap(me, clock.QUANTIZE)
@@ -166,11 +160,12 @@ def step(me, sizes, weights, rope, kv, ids, start, is_prompt, s, logits):
         lap(me, clock.MATMUL_DOWN)
         barrier(me)
 
-    # logits = head norm(x), of the last tokens
+    # logits = head norm(x), of the tokens that are wanted
     n_logits = len(logits)
-    behind = Rows(x.data, (n - n_logits) * row, row)
     first, last = share(n_logits, me)
-    rmsnorm_rows(h.rows, behind, weights.final_norm, 0, dim, eps, first, last)
+    for i in range(first, last):
+        one = from_row(x, runs.wanted[i])
+        rmsnorm_rows(from_row(h.rows, i), one, weights.final_norm, 0, dim, eps, 0, 1)
     lap(me, clock.RMSNORM)
     prepare(weights.head, h, first, last, 0, row)
     lap(me, clock.QUANTIZE)
@@ -183,14 +178,21 @@ def step(me, sizes, weights, rope, kv, ids, start, is_prompt, s, logits):
 
 
 @inlined
-def norm_and_rotate(x, weight, layer, n_heads, heads, eps, rope, start, n, me):
+def norm_and_rotate(x, weight, layer, n_heads, heads, eps, rope, runs, n, me):
     """RMSNorm of each head of x, (n, n_heads, head_dim), then its rotary position."""
     head_dim, norm = heads.head_dim, layer * padded(heads.head_dim)
     first, last = share(n * n_heads, me)
     for i in range(first, last):
         at = x.at + i * head_dim
         rmsnorm(x.data, at, x.data, at, weight, norm, head_dim, head_dim, eps)
-        rotate(x.data, at, head_dim, rope, start + i // n_heads)
+        rotate(x.data, at, head_dim, rope, position(runs, i // n_heads))
+
+
+@inlined
+def position(runs, token):
+    """Where a token stands in its sequence: the row it has in the cache."""
+    run = runs.owner[token]
+    return runs.start[run] + token - runs.first[run]
 
 
 @inlined
@@ -203,13 +205,16 @@ def divide(q, heads, n, me):
 
 
 @inlined
-def append(keys, values, k, v, heads, start, n, me):
-    """Rows start to start + n of the cache = k and v, shared as the heads of k are."""
-    head_dim = heads.head_dim
+def append(kv, layer, k, v, heads, runs, n, me):
+    """Each token's row of the cache = its k and v, shared as the heads of k are."""
+    head_dim, kv_dim = heads.head_dim, heads.n_kv_heads * heads.head_dim
     first, last = share(n * heads.n_kv_heads, me)
     for i in range(first, last):
-        row, at = start + i // heads.n_kv_heads, i % heads.n_kv_heads * head_dim
+        token, at = i // heads.n_kv_heads, i % heads.n_kv_heads * head_dim
+        row, table = position(runs, token), runs.table[runs.owner[token]]
+        keys = of_side(kv, table, layer, 0, kv_dim)
         write_row(keys, row, at, k.data, k.at + i * head_dim, head_dim)
+        values = of_side(kv, table, layer, 1, kv_dim)
         write_row(values, row, at, v.data, v.at + i * head_dim, head_dim)
 
 

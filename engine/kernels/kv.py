@@ -1,4 +1,4 @@
-"""The K and V rows of a sequence, wherever they lie: read in place, appended in place.
+"""The K and V rows of sequences, wherever they lie: read in place, appended in place.
 
 A row holds one token's keys or values of all heads. Rows lie in blocks of `block_rows`, and a
 block's rows one behind the other: a cache that grows is one large block, a paged one many small
@@ -21,8 +21,9 @@ ELEMENTS = {"f32": np.float32, "f16": np.int16}  # the elements of rows, as kern
 
 
 class Kv(NamedTuple):
-    """Where K and V of every layer lie: row r of one of them starts at the address
-    blocks[r // block_rows] + places[layer, side] + r % block_rows * (bytes of a row)."""
+    """Where K and V of every layer lie. Row r of a sequence starts at the address
+    blocks[table + r // block_rows] + places[layer, side] + r % block_rows * (bytes of a row), where
+    `table` is the number of the sequence's first block: tables lie one behind the other."""
 
     blocks: np.ndarray  # (n_blocks,) uint64
     places: np.ndarray  # (n_layers, 2) uint64, of K and of V
@@ -31,9 +32,10 @@ class Kv(NamedTuple):
 
 
 class KvRows(NamedTuple):
-    """K or V of one layer."""
+    """K or V of one layer of one sequence."""
 
     blocks: np.ndarray  # (n_blocks,) uint64
+    table: int  # its first block among them
     place: np.uint64
     block_rows: int
     width: int  # elements of a row
@@ -52,9 +54,9 @@ def pointer_to(tc, element, address):
 
 
 @inlined
-def of_side(kv, layer, side, width):
-    """K (side 0) or V (side 1) of a layer, rows of `width`."""
-    return KvRows(kv.blocks, kv.places[layer, side], kv.block_rows, width, kv.element)
+def of_side(kv, table, layer, side, width):
+    """K (side 0) or V (side 1) of a layer of the sequence at `table`, rows of `width`."""
+    return KvRows(kv.blocks, table, kv.places[layer, side], kv.block_rows, width, kv.element)
 
 
 @inlined
@@ -63,7 +65,7 @@ def stretch(rows, row):
     block = row // rows.block_rows
     inside = row - block * rows.block_rows
     size = rows.element.itemsize
-    address = rows.blocks[block] + rows.place + np.uint64(inside * rows.width * size)
+    address = rows.blocks[rows.table + block] + rows.place + np.uint64(inside * rows.width * size)
     n = (rows.block_rows - inside) * rows.width
     return carray(pointer_to(rows.element, address), (n,))
 

@@ -77,6 +77,12 @@ class Rows(NamedTuple):
     stride: int
 
 
+@inlined
+def from_row(rows, row):
+    """The rows from `row` on."""
+    return Rows(rows.data, rows.at + row * rows.stride, rows.stride)
+
+
 class Inputs(NamedTuple):
     """Rows that a matrix multiplies, and room for what they are as Q8_0.
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from engine.kernels.attention import CHUNK, LOWEST, softmax_chunk
 from engine.kernels.jit import inlined, kernel
-from engine.kernels.kv import stretch
+from engine.kernels.kv import of_side, stretch
+from engine.kernels.matmul import from_row
 from engine.kernels.simd import LANES, exp, lane_max, load, splat, store, transpose, widen
 from engine.kernels.tile import TILE_TOKENS, tile_dot, tile_store, tile_zero
 
@@ -20,19 +21,24 @@ def prompt_work_size(head_dim: int) -> int:
 
 
 @kernel
-def prompt_attention(out, q, k, v, start, n_tokens, heads, work, work_at, me):
-    """out[t] = softmax(q[t] k^T) v over rows 0 to start + t, for this rank's queries.
+def prompt_attention(out, q, kv, layer, runs, heads, work, work_at, me):
+    """out[t] = softmax(q[t] k^T) v over the rows up to t's own, for this rank's queries of prompts.
 
-    out: Rows. q: (n_tokens, n_heads, head_dim). k, v: start + n_tokens rows and more.
-    `work` has room for `prompt_work_size(head_dim)` from `work_at`.
-    The queries of one key head are numbered t * group + head, and taken in blocks.
+    out, q: Rows of (n_heads, head_dim). `work` has room for `prompt_work_size(head_dim)` from
+    `work_at`. The queries of one key head of a run are numbered token * group + head, and taken in
+    blocks.
     """
-    n_queries = n_tokens * (heads.n_heads // heads.n_kv_heads)
-    n_blocks = (n_queries + QUERIES - 1) // QUERIES
-    for item in range(me.rank, n_blocks * heads.n_kv_heads, me.ranks):
-        kv_head, first = item % heads.n_kv_heads, item // heads.n_kv_heads * QUERIES
-        n = min(QUERIES, n_queries - first)
-        query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at)
+    group, kv_dim = heads.n_heads // heads.n_kv_heads, heads.n_kv_heads * heads.head_dim
+    for run in range(runs.n_prompts):
+        begin, start, table = runs.first[run], runs.start[run], runs.table[run]
+        k, v = of_side(kv, table, layer, 0, kv_dim), of_side(kv, table, layer, 1, kv_dim)
+        some_out, some_q = from_row(out, begin), from_row(q, begin)
+        n_queries = (runs.first[run + 1] - begin) * group
+        n_blocks = (n_queries + QUERIES - 1) // QUERIES
+        for item in range(me.rank, n_blocks * heads.n_kv_heads, me.ranks):
+            kv_head, first = item % heads.n_kv_heads, item // heads.n_kv_heads * QUERIES
+            n = min(QUERIES, n_queries - first)
+            query_block(some_out, some_q, k, v, start, first, n, kv_head, heads, work, work_at)
 
 
 @kernel
@@ -50,9 +56,9 @@ def query_block(out, q, k, v, start, first, n, kv_head, heads, work, work_at):
 
     for r in range(n):
         token, head = (first + r) // group, kv_head * group + (first + r) % group
-        at = (token * n_heads + head) * head_dim
+        at = q.at + token * q.stride + head * head_dim
         for i in range(head_dim):
-            work[queries + r * head_dim + i] = q[at + i]
+            work[queries + r * head_dim + i] = q.data[at + i]
             work[sums + r * head_dim + i] = np.float32(0.0)
         work[peaks + r], work[totals + r] = LOWEST, np.float32(0.0)
 
