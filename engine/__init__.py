@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.generate import Completion
     from engine.llm import LLM
+    from engine.reply import Completion
     from engine.sampler import SamplingParams
 
 __all__ = ["LLM", "Completion", "SamplingParams"]

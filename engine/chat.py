@@ -261,7 +261,7 @@ class ThinkingSplitter:
     """`split_thinking` piece by piece. Only what may yet be a tag, or newlines at one, is held."""
 
     def __init__(self, opened: bool = False) -> None:
-        self._opened = opened
+        self.opened = opened
         self._kind = ""  # of what comes next: not known at the beginning of a reply
         self._trims = False  # newlines, until there is other text
         self._held = ""
@@ -274,7 +274,7 @@ class ThinkingSplitter:
             if not ended and OPEN.startswith(start):
                 self._held = held
                 return []
-            self._trims = self._opened or start.startswith(OPEN)
+            self._trims = self.opened or start.startswith(OPEN)
             self._kind = "reasoning" if self._trims else "answer"
             held = start.removeprefix(OPEN) if self._trims else held
         held = held.lstrip("\n") if self._trims else held

@@ -22,9 +22,9 @@ def one_of(name: str, value: object, known) -> None:
         raise ValueError(f"{name} is {value!r}; one of {', '.join(known)} is needed")
 
 
-def check_size(name: str, value: object, most: int) -> int:
-    if not is_id(value) or not 1 <= value <= most:
-        raise ValueError(f"{name} is {value!r}; a whole number from 1 to {most} is needed")
+def check_size(name: str, value: object, most: int, least: int = 1) -> int:
+    if not is_id(value) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}; a whole number from {least} to {most} is needed")
     return int(value)
 
 

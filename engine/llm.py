@@ -17,7 +17,7 @@ from engine.chat import OPEN, ChatTemplate, ThinkingSplitter
 from engine.checks import check_kv, check_size, is_id, is_many, one_of
 from engine.config import ModelConfig, show
 from engine.defaults import default_params
-from engine.generate import Completion, Generation
+from engine.generate import Generation
 from engine.kernels.int8 import FORM
 from engine.kernels.jit import compilation, uninterrupted
 from engine.kernels.runs import Run
@@ -28,8 +28,10 @@ from engine.metrics import Metrics
 from engine.model import SimdModel
 from engine.profiler import Profile
 from engine.reference import NumpyModel
+from engine.reply import Completion
 from engine.sampler import Sampler, SamplingParams
 from engine.session import Session
+from engine.thinking import ThinkingBudget
 from engine.threads import check_threads, default_threads
 from engine.tokenizer import Tokenizer
 
@@ -42,6 +44,8 @@ DEFAULTS = (
     "min_p",
     "repetition_penalty",
 )  # a model may have its own
+
+MOST_GUESSES = 64  # of `lookup`
 
 Prompt = str | Sequence[int]
 
@@ -65,6 +69,7 @@ class LLM:
         threads: int | None = None,
         context: int | None = None,
         prefill_chunk: int = 512,
+        lookup: int = 0,
     ):
         """Open `model`: a directory, a hub name (`owner/name`, `owner/name@revision`), or None.
 
@@ -75,8 +80,9 @@ class LLM:
         a paged block, None for 16, and blocks of the pool that all requests share, None for as many
         as one request of the whole context needs. threads: None for one a core. context: the most
         positions, prompt and generated text together; None for what the model was trained for.
-        prefill_chunk: how many tokens of a prompt are computed in one step. ValueError says what
-        cannot be used and why.
+        prefill_chunk: how many tokens of a prompt are computed in one step. lookup: how many tokens
+        are guessed at a time where a text repeats itself (lookup.py); what comes out is the same,
+        to the bit. ValueError says what cannot be used and why.
         """
         one_of("weights", weights, KINDS)
         one_of("kv_cache", kv_cache, KV_CACHES)
@@ -85,6 +91,7 @@ class LLM:
         one_of("backend", backend, BACKENDS)
         threads = default_threads() if threads is None else check_threads(threads)
         check_size("prefill_chunk", prefill_chunk, 1 << 16)
+        self._lookup = check_size("lookup", lookup, MOST_GUESSES, least=0)
         path = BUILT_IN if model is None else resolve(model)
         self.config = ModelConfig.from_dir(path)
         self.context = self.config.max_context
@@ -115,6 +122,7 @@ class LLM:
             "threads": threads,
             "context": self.context,
             "prefill_chunk": prefill_chunk,
+            "lookup": lookup,
         }
         if kv_cache == "paged":
             self.settings |= {"kv_block_rows": kv_block_rows, "kv_max_blocks": blocks}
@@ -288,10 +296,12 @@ class LLM:
         if prompt is not None:
             session.turn_to(ids)
         stream = self.tokenizer.stream() if self.tokenizer else None
-        recorder = Profile(self._model) if profile else None
-        return Generation(
-            self._model, session, params, limit, self.eos_ids, stream, metrics, recorder, splitter
-        )
+        recorder, budget = Profile(self._model) if profile else None, None
+        if params.thinking_budget is not None and splitter is not None:
+            budget = ThinkingBudget(params.thinking_budget, self.tokenizer, splitter.opened)
+        more = {"lookup": self._lookup, "budget": budget}
+        request = session, params, limit, self.eos_ids, stream, metrics, recorder, splitter
+        return Generation(self._model, *request, **more)
 
     def _check_session(self, session: Session | None) -> None:
         """ValueError unless a session's rows are this model's."""

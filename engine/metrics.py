@@ -16,6 +16,8 @@ class Metrics:
         self.per_forward_ms: list[float] = []  # the first is the prefill, all its chunks
         self.prompt_tokens = 0  # ids that stood before the first new one
         self.cached_tokens = 0  # those of them whose K and V were there already
+        self.guessed_tokens = 0  # by lookup.py
+        self.accepted_tokens = 0  # those of them that came
 
     def forward_took(self, since: float) -> None:
         """A forward that began at `since` (of `now`) has ended."""
@@ -47,6 +49,8 @@ class Metrics:
             "per_forward_ms": self.per_forward_ms,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "guessed_tokens": self.guessed_tokens,
+            "accepted_tokens": self.accepted_tokens,
         }
 
     def __repr__(self) -> str:

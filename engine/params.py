@@ -45,6 +45,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()  # strings that end the text
     stop_token_ids: Sequence[int] = ()  # ids that end it, beside end-of-text ids
     n: int = 1  # samples of one prompt, each with draws of its own
+    thinking_budget: int | None = None  # in a chat, thoughts are closed after so many tokens
 
     def __post_init__(self):
         self._number("max_tokens", int, 0, None, optional=True)
@@ -59,6 +60,7 @@ class SamplingParams:
         self._number("logprobs", int, 0, 20, optional=True)
         self._number("min_tokens", int, 0, None)
         self._number("n", int, 1, 128)
+        self._number("thinking_budget", int, 0, None, optional=True)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}; True or False is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

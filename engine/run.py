@@ -55,6 +55,7 @@ def parser() -> Parser:
     ap.add_argument("--chat", action="store_true", help="PROMPT is a message: answer it")
     option("--system", str, "TEXT", None, "with --chat, a system message before it")
     ap.add_argument("--no-thinking", action="store_true", help="with --chat, answer at once")
+    option("--thinking-budget", int, "N", None, "with --chat, thoughts end after N tokens")
     ap.add_argument("--hide-thinking", action="store_true", help="do not show thoughts on stderr")
     option("--model", str, "M", None, "a checkpoint directory or a hub name (default: built-in)")
     option("--max-tokens", int, "N", default.max_tokens, "at most N tokens (default: %(default)s)")
@@ -95,6 +96,13 @@ def parser() -> Parser:
     option("--kv-max-blocks", int, "N", None, "paged blocks (default: what the context needs)")
     option("--save-cache", Path, "F", None, "write the tokens and their K and V to F afterwards")
     option("--load-cache", Path, "F", None, "continue from F, or reuse what PROMPT shares with it")
+    option(
+        "--lookup",
+        int,
+        "N",
+        0,
+        "guess up to N tokens where the text repeats itself: the same text, sooner (default: 0)",
+    )
     option("--threads", int, "N", None, "threads to compute with (default: one a core)")
     option("--context", int, "N", None, "most tokens, prompt and text (default: the model's)")
     ap.add_argument("--profile", action="store_true", help="show what the time went into")
@@ -130,8 +138,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = prompt_of(args)
     if args.chat and prompt is None:
         raise ValueError("--chat needs a PROMPT: the message to answer")
-    for name in ("system", "no_thinking"):
-        if vars(args)[name] and not args.chat:
+    for name in ("system", "no_thinking", "thinking_budget"):
+        if vars(args)[name] not in (None, False) and not args.chat:
             raise ValueError(f"--{name.replace('_', '-')} is for --chat")
     thinking = {"enable_thinking": False} if args.no_thinking else {}
     check_outputs(args)
@@ -145,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
         backend=args.backend,
         threads=args.threads,
         context=args.context,
+        lookup=args.lookup,
     )
     session = llm.load_cache(args.load_cache) if args.load_cache else llm.new_session()
     wanted = args.profile or args.trace is not None or args.steps is not None
@@ -205,8 +214,12 @@ def report(args: argparse.Namespace, llm: LLM, generation: Generation) -> None:
     else:
         print(flush=True)
         print(done.metrics.report(args.backend, args.kv_cache), file=sys.stderr)
+        m = done.metrics
+        if args.lookup:
+            print(
+                f"came of {m.guessed_tokens} guessed tokens: {m.accepted_tokens}", file=sys.stderr
+            )
         if args.load_cache:
-            m = done.metrics
             print(f"reused {m.cached_tokens} of {m.prompt_tokens} tokens", file=sys.stderr)
         if args.profile:
             print(f"\n{done.profile.table()}", file=sys.stderr)

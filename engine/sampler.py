@@ -83,6 +83,10 @@ class Sampler:
             token = int(left[: self._vocab_size].argmax())
         else:
             token = sample(left, *self._filters, self._rng)
+        return self.took(logits, token)
+
+    def took(self, logits: np.ndarray, token: int) -> int:
+        """Count `token` as chosen, whoever chose it; `logits` are those before it."""
         if self.params.logprobs is not None:
             self.logprobs = self._logprobs(logits, token)
         self._n_chosen += 1

@@ -40,8 +40,9 @@ class ScriptedModel:
     def new_logits(self, n: int) -> np.ndarray:
         return np.full((n, (self.config.vocab_size + 15) // 16 * 16), 7.0, np.float32)
 
-    def forward(self, ids, cache, is_prompt, logits, profile=None) -> None:
-        assert isinstance(ids, np.ndarray) and ids.ndim == 1
+    def forward(self, runs, logits, profile=None) -> None:
+        ((ids, cache, is_prompt, n_logits),) = runs
+        assert isinstance(ids, np.ndarray) and ids.ndim == 1 and n_logits == len(logits)
         self.calls.append((ids.tolist(), is_prompt, len(logits)))
         self.time += TENTH
         cache.reserve(len(ids))

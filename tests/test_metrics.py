@@ -124,6 +124,8 @@ def test_as_dict_is_json(n):
         "per_forward_ms": metrics.per_forward_ms,
         "prompt_tokens": 0,
         "cached_tokens": 0,
+        "guessed_tokens": 0,
+        "accepted_tokens": 0,
     }
     assert text.count("null") == [2, 1, 0][n]
 
