@@ -10,6 +10,7 @@ from engine.kernels import clock
 from engine.kernels.attention import Heads
 from engine.kernels.clock import lap
 from engine.kernels.decode_attention import decode_attention, merge_parts
+from engine.kernels.embed import embed
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.kv import of_side, write_row
 from engine.kernels.matmul import (
@@ -18,7 +19,6 @@ from engine.kernels.matmul import (
     Floats,
     Inputs,
     Rows,
-    embed,
     from_row,
     matmul,
     of_layer,
