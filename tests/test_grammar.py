@@ -21,6 +21,7 @@ import tokenizers
 
 from engine.grammar import MAX_MULTIPLE, Grammar, Vocabulary, bits_of
 from engine.params import MAX_GRAMMAR
+from engine.run import main, schema_of, warn_if_cut
 from engine.sampler import Sampler, SamplingParams
 from engine.tokenizer import Tokenizer
 
@@ -581,3 +582,37 @@ def test_bits():
     """The last bit of a word, which is an int32's sign, or a word too few."""
     assert bits_of([0, 31, 32, 63, 64, 99], 65).tolist() == [-(2**31) + 1, -(2**31) + 1, 1]
     assert bits_of([], 64).tolist() == [0, 0]
+
+
+# --- the command line ---
+
+
+def test_schema_on_the_command_line(tmp_path, capsys):
+    """A schema's file read as JSON, JSON taken for a file, or a traceback for either."""
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object"}')
+    assert schema_of(str(file)) == schema_of(' {"type": "object"}').strip()
+    for given, said in (
+        ("{", "not JSON"),
+        (str(tmp_path / "none.json"), "No such file"),
+        (str(tmp_path), "directory"),
+    ):
+        assert main(["O", "--json-schema", given]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    assert main(["O", "--regex", "a", "--json-schema", "{}"]) == 2
+    assert "both given" in capsys.readouterr().err
+
+
+def test_a_cut_output_is_said(capsys):
+    """JSON that was cut at max_tokens, and a reader who takes it for whole."""
+
+    class Done:
+        token_ids, finish_reason = [1, 2, 3], "length"
+
+    warn_if_cut(Done)
+    line = "warning: the output was cut at 3 tokens and is not complete\n"
+    assert capsys.readouterr() == ("", line)
+    Done.finish_reason = "stop"
+    warn_if_cut(Done)
+    assert capsys.readouterr() == ("", "")
