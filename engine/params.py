@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from engine.config import show
 
 HOTTEST = float(np.finfo(np.float32).max)
 MAX_STOPS = 16  # strings that may end a text
+MAX_GRAMMAR = 1 << 16  # bytes of a JSON schema or a regex
 
 Bias = Mapping[int, float] | Sequence[tuple[int, float]]
 
@@ -26,7 +28,8 @@ class SamplingParams:
     left, and a draw.
 
     Can be a key, and json.dumps(vars(params)) and back gives an equal one: numbers become plain
-    Python's, stop and stop_token_ids tuples, logit_bias a tuple of (id, bias) in order of ids.
+    Python's, stop and stop_token_ids tuples, logit_bias a tuple of (id, bias) in order of ids,
+    json_schema a text without spaces (keys stay in their order, which is that of the output).
     """
 
     max_tokens: int | None = 128  # None: until the context is full
@@ -44,6 +47,8 @@ class SamplingParams:
     min_tokens: int = 0  # no end-of-text or stop id before so many tokens
     stop: str | Sequence[str] = ()  # strings that end the text
     stop_token_ids: Sequence[int] = ()  # ids that end it, beside end-of-text ids
+    json_schema: str | Mapping | bool | None = None  # the text is JSON of this; True: any
+    regex: str | None = None  # the whole text matches it
     n: int = 1  # samples of one prompt, each with draws of its own
     thinking_budget: int | None = None  # in a chat, thoughts are closed after so many tokens
 
@@ -69,6 +74,10 @@ class SamplingParams:
         self._set("logit_bias", bias_pairs(self.logit_bias))
         self._set("stop", stop_strings(self.stop))
         self._set("stop_token_ids", plain_ids("stop_token_ids", self.stop_token_ids))
+        self._set("json_schema", schema_text(self.json_schema))
+        check_regex(self.regex)
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("json_schema and regex are both given; one of the two is needed")
 
     def _number(self, name: str, *limits, **more) -> None:
         self._set(name, check(name, getattr(self, name), *limits, **more))
@@ -132,3 +141,37 @@ def plain_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
     if not is_sequence(ids):
         raise ValueError(f"{name} is {show(ids)}; a sequence of token ids is needed")
     return tuple(check(name, token, int, 0, None) for token in ids)
+
+
+def schema_text(schema: str | Mapping | bool | None) -> str | None:
+    """A JSON schema as JSON. ValueError for what is not one; what is in it is not looked at."""
+    if schema is None:
+        return None
+    if isinstance(schema, str):
+        check_bytes("json_schema", schema)
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        found = dict(found) if isinstance(found, Mapping) else found
+        text = json.dumps(found, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        why = "nested too deeply" if isinstance(e, RecursionError) else " ".join(str(e).split())
+        raise ValueError(f"json_schema is {show(schema)}, not JSON ({why})") from None
+    if not isinstance(found, dict | bool):
+        raise ValueError(f"json_schema is {show(schema)}; an object, True or False is needed")
+    check_bytes("json_schema", text)
+    return text
+
+
+def check_regex(regex: str | None) -> None:
+    """ValueError for what is no text; its syntax is looked at when a request starts."""
+    if regex is not None and not isinstance(regex, str):
+        raise ValueError(f"regex is {show(regex)}; a text is needed")
+    check_bytes("regex", regex or "")
+
+
+def check_bytes(name: str, text: str) -> None:
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_GRAMMAR:
+        raise ValueError(f"{name} is {size} bytes long; at most {MAX_GRAMMAR} are needed")
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError(f"{name} is {show(text)}, which has a lone surrogate and is no text")

@@ -20,7 +20,7 @@ DIM = "\x1b[2m{}\x1b[0m"
 try:
     from engine.cache import KV_CACHES, KV_DTYPES
     from engine.files import check_output
-    from engine.generate import Generation
+    from engine.generate import Completion, Generation
     from engine.llm import BACKENDS, LLM
     from engine.loading.weights import KINDS
     from engine.machine import bounds
@@ -81,6 +81,10 @@ def parser() -> Parser:
     ap.add_argument("--stop", action="append", metavar="S", help="end before S; may be repeated")
     option("--min-tokens", int, "N", None, "no end of the text before N tokens (default: 0)")
     option("--logprobs", int, "N", None, "with --json, logprobs of N tokens beside each chosen one")
+    option(
+        "--json-schema", str, "F", None, "the text is JSON of the schema in F, or given as {...}"
+    )
+    option("--regex", str, "R", None, "the whole text matches R")
     option("--seed", int, "S", None, "the same seed gives the same text (default: a fresh one)")
     ap.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     for name, values, text in (
@@ -132,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.json_schema is not None:
+        args.json_schema = schema_of(args.json_schema)
     names = [f.name for f in fields(SamplingParams)]
     given = {n: vars(args)[n] for n in names if vars(args).get(n) is not None}
     SamplingParams(**given)  # said before any work
@@ -175,6 +181,8 @@ def run(args: argparse.Namespace) -> int:
         if args.save_cache:
             llm.save_cache(session, args.save_cache)
     report(args, llm, generation)
+    if args.json_schema is not None or args.regex is not None:
+        warn_if_cut(generation.completion)
     return status
 
 
@@ -229,6 +237,13 @@ def report(args: argparse.Namespace, llm: LLM, generation: Generation) -> None:
         write_steps(done.profile, args.steps)
 
 
+def warn_if_cut(done: Completion) -> None:
+    """One line on stderr where an output that had to be whole ended at a limit."""
+    if done.finish_reason == "length":
+        cut = f"the output was cut at {len(done.token_ids)} tokens and is not complete"
+        print(f"warning: {cut}", file=sys.stderr)
+
+
 def messages_of(args: argparse.Namespace, prompt: str) -> list[dict]:
     """The conversation that `prompt` and --system are."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -244,16 +259,24 @@ def prompt_of(args: argparse.Namespace) -> str | None:
         return None
     if (args.prompt is None) == (args.prompt_file is None):
         raise ValueError("give a PROMPT or --prompt-file, one of the two")
-    if args.prompt is not None:
-        return args.prompt
+    return args.prompt if args.prompt is not None else text_of(args.prompt_file)
+
+
+def schema_of(given: str) -> str:
+    """A JSON schema from the command line: itself, or the file that it is in."""
+    return given if given.lstrip().startswith("{") else text_of(given)
+
+
+def text_of(file: str) -> str:
+    """What is in a file, or comes from stdin; ValueError if it cannot be read."""
     try:
-        if args.prompt_file == "-":
+        if file == "-":
             return sys.stdin.buffer.read().decode("utf-8")
-        return Path(args.prompt_file).read_bytes().decode("utf-8")
+        return Path(file).read_bytes().decode("utf-8")
     except OSError as e:
-        raise ValueError(f"{args.prompt_file}: {e.strerror or e}") from None
+        raise ValueError(f"{file}: {e.strerror or e}") from None
     except UnicodeDecodeError as e:
-        raise ValueError(f"{args.prompt_file}: is not UTF-8 text (byte {e.start})") from None
+        raise ValueError(f"{file}: is not UTF-8 text (byte {e.start})") from None
 
 
 if __name__ == "__main__":
