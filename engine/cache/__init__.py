@@ -3,7 +3,8 @@
 from engine.cache.basic import BasicKvCache
 from engine.cache.concat import ConcatKvCache
 from engine.cache.kinds import KV_CACHES, CacheMaker, KvCache
-from engine.cache.paged import BlockPool, PagedKvCache, PoolFull
+from engine.cache.paged import PagedKvCache
+from engine.cache.pool import BlockPool, PoolFull
 from engine.cache.rows import KV_DTYPES, Counts
 
 __all__ = [
