@@ -5,6 +5,7 @@ from engine.cache.concat import ConcatKvCache
 from engine.cache.kinds import KV_CACHES, CacheMaker, KvCache
 from engine.cache.paged import PagedKvCache
 from engine.cache.pool import BlockPool, PoolFull
+from engine.cache.prefix import PrefixCache
 from engine.cache.rows import KV_DTYPES, Counts
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "KvCache",
     "PagedKvCache",
     "PoolFull",
+    "PrefixCache",
 ]

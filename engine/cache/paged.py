@@ -109,6 +109,14 @@ class PagedKvCache:
             self._extend(numbers)
             self._rows = list(rows)
 
+    def exchange(self, numbers: Sequence[int]) -> None:
+        """Hold blocks `numbers` of others, which hold the same rows, in place of its first."""
+        with uninterrupted():
+            for i, number in enumerate(numbers):
+                if number != self.block_table[i]:
+                    self.pool.share([number])
+                    self._put(i, number)
+
     # ------------------------------------------------------------ a whole step at once
 
     @property
@@ -121,7 +129,10 @@ class PagedKvCache:
         self._make_writable(min(self._rows), max(self._rows) + n_rows)
 
     def kv(self) -> Kv:
-        """Where kernels find the rows and write those reserved. Valid until the next append."""
+        """Where kernels find the rows and write those reserved.
+
+        Valid until the next append or exchange.
+        """
         addresses = self._addresses[: len(self.block_table)]
         return Kv(addresses, self.pool.places, self.pool.block_rows, self.pool.element)
 
@@ -155,10 +166,14 @@ class PagedKvCache:
             rows = self.pool.block(old)[:, :, : max(self._rows) - i * size]
             self.pool.block(number)[:, :, : rows.shape[2]] = rows
             self.counts.grow += rows.nbytes
-            self.block_table[i] = number
-            self._addresses[i] = self.pool.block(number).ctypes.data
-            self.pool.give_back([old])
+            self._put(i, number)
         self._extend(taken)
+
+    def _put(self, i: int, number: int) -> None:
+        """Another block, and the reference to it, in the place of one that is given back."""
+        old, self.block_table[i] = self.block_table[i], number
+        self._addresses[i] = self.pool.block(number).ctypes.data
+        self.pool.give_back([old])
 
     def _extend(self, numbers: Sequence[int]) -> None:
         """Blocks behind those it has."""

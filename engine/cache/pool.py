@@ -49,6 +49,7 @@ class BlockPool:
         self._references: list[int] = []
         self._free: list[int] = []  # the next to be taken last
         self._lent: weakref.WeakKeyDictionary[object, Collection[int]] = weakref.WeakKeyDictionary()
+        self._prefixes: weakref.ref | None = None
         self.lock = threading.RLock()  # re-entered where a sequence is collected inside
 
     @property
@@ -62,8 +63,18 @@ class BlockPool:
 
     @property
     def n_free(self) -> int:
-        """Blocks that can be taken, those not made yet among them."""
+        """Blocks that nobody holds, those not made yet among them."""
         return self.max_blocks - self.n_used
+
+    @property
+    def n_available(self) -> int:
+        """Blocks that can be taken: free ones, and those that `reclaim_from` can give back.
+
+        O(blocks) where there are such: for decisions, not for every step.
+        """
+        with self.lock:
+            prefixes = self._prefixes and self._prefixes()
+            return self.n_free + (prefixes.n_evictable if prefixes else 0)
 
     def block(self, number: int) -> np.ndarray:
         """(n_layers, 2, block_rows, kv_dim), lent."""
@@ -73,12 +84,17 @@ class BlockPool:
         return self._references[number] > 1
 
     def take(self, n: int) -> list[int]:
-        """`n` blocks with one reference each, whatever they hold; all of them or PoolFull."""
+        """`n` blocks with one reference each, whatever they hold; all of them or PoolFull.
+
+        Where too few are free, known prefixes that no sequence uses make room.
+        """
         with self.lock:
-            if n > self.n_free:
+            missing = n - self.n_free
+            prefixes = self._prefixes and self._prefixes()
+            if missing > 0 and not (prefixes and prefixes.evict(missing, at_least=missing)):
                 raise PoolFull(
                     f"the KV cache is full: {n} more blocks of {self.block_rows} rows are needed, "
-                    f"{self.n_free} of at most {self.max_blocks} are free"
+                    f"{self.n_available} of at most {self.max_blocks} are free"
                 )
             if n > len(self._free):
                 self._grow(n - len(self._free))
@@ -101,6 +117,12 @@ class BlockPool:
         with self.lock:
             self._lent[holder] = numbers
         weakref.finalize(holder, self.give_back, numbers).atexit = False
+
+    def reclaim_from(self, prefixes) -> None:
+        """Let a PrefixCache, the pool's only one, give blocks back when they are needed."""
+        with self.lock:
+            assert not (self._prefixes and self._prefixes()), "the pool has a prefix cache"
+            self._prefixes = weakref.ref(prefixes)
 
     def give_back(self, numbers: Collection[int]) -> None:
         """One reference less to each; those without any are free."""
