@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from engine.cache import BlockPool, PagedKvCache, PoolFull, paged, snapshot
+from engine.cache import BlockPool, PagedKvCache, PoolFull, pool, snapshot
 
 LAYERS, DIM, SIZE, MAX_BLOCKS = 2, 4, 3, 12  # SIZE: rows of a block
 ABOUT = {"model": "none"}
@@ -32,7 +32,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.slab_rows, paged.SLAB_ROWS = paged.SLAB_ROWS, 2 * SIZE  # so that the pool grows
+        self.slab_rows, pool.SLAB_ROWS = pool.SLAB_ROWS, 2 * SIZE  # so that the pool grows
         self.pool = BlockPool(LAYERS, DIM, SIZE, max_blocks=MAX_BLOCKS, dtype=self.dtype)
         self.alive: list[Sequence] = []
         self.folder = tempfile.TemporaryDirectory()
@@ -44,7 +44,7 @@ class Machine(RuleBasedStateMachine):
         self.pool.check_integrity()
         assert self.pool.n_used == 0, "blocks were lost"
         assert self.pool.n_free == MAX_BLOCKS
-        paged.SLAB_ROWS = self.slab_rows
+        pool.SLAB_ROWS = self.slab_rows
         self.folder.cleanup()
 
     def new_rows(self, n: int) -> np.ndarray:

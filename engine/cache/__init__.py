@@ -3,7 +3,9 @@
 from engine.cache.basic import BasicKvCache
 from engine.cache.concat import ConcatKvCache
 from engine.cache.kinds import KV_CACHES, CacheMaker, KvCache
-from engine.cache.paged import BlockPool, PagedKvCache, PoolFull
+from engine.cache.paged import PagedKvCache
+from engine.cache.pool import BlockPool, PoolFull
+from engine.cache.prefix import PrefixCache
 from engine.cache.rows import KV_DTYPES, Counts
 
 __all__ = [
@@ -17,4 +19,5 @@ __all__ = [
     "KvCache",
     "PagedKvCache",
     "PoolFull",
+    "PrefixCache",
 ]

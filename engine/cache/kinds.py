@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from engine.cache.basic import BasicKvCache
 from engine.cache.concat import ConcatKvCache
-from engine.cache.paged import BlockPool, PagedKvCache
+from engine.cache.paged import PagedKvCache
+from engine.cache.pool import BlockPool
 
 KV_CACHES = ("basic", "paged", "concat")
 KvCache = BasicKvCache | PagedKvCache | ConcatKvCache

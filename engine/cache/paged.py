@@ -8,131 +8,14 @@ into a shared one gets its own copy.
 
 from __future__ import annotations
 
-import threading
-import weakref
+from collections.abc import Sequence
 
 import numpy as np
 
-from engine import memory
-from engine.cache.rows import Counts, check_prefill, check_row, check_truncate, kv_dtype_of
+from engine.cache.pool import BlockPool
+from engine.cache.rows import Counts, check_prefill, check_row, check_truncate
 from engine.kernels.jit import uninterrupted
-from engine.kernels.kv import ELEMENTS, Kv
-
-SLAB_ROWS = 512  # rows that a pool makes room for at first, and at least, when it grows
-
-
-class PoolFull(MemoryError):
-    """A pool has fewer free blocks than are needed: nothing was taken."""
-
-
-class BlockPool:
-    """Blocks of (n_layers, 2, block_rows, kv_dim), made in slabs as they are needed.
-
-    Safe to use from several threads, each with sequences of its own.
-    """
-
-    def __init__(
-        self,
-        n_layers: int,
-        kv_dim: int,
-        block_rows: int = 16,
-        *,
-        max_blocks: int,
-        dtype: str = "f32",
-    ):
-        """At most `max_blocks` blocks, 2 n_layers block_rows kv_dim elements each."""
-        names = "n_layers", "kv_dim", "block_rows", "max_blocks"
-        for name, value in zip(names, (n_layers, kv_dim, block_rows, max_blocks), strict=True):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; a whole number of at least 1 is needed")
-        self.n_layers, self.kv_dim, self.block_rows = n_layers, kv_dim, block_rows
-        self.max_blocks, self.dtype = max_blocks, kv_dtype_of(dtype)
-        self.n_allocations = 0
-        self.element = np.zeros(0, ELEMENTS[dtype])
-        side = block_rows * kv_dim * self.element.itemsize  # bytes of K of one layer in a block
-        self.places = np.arange(2 * n_layers, dtype=np.uint64).reshape(-1, 2) * np.uint64(side)
-        self._blocks: list[np.ndarray] = []  # by number, views of slabs
-        self._references: list[int] = []
-        self._free: list[int] = []  # the next to be taken last
-        self._tables: weakref.WeakSet[PagedKvCache] = weakref.WeakSet()
-        self._lock = threading.RLock()  # re-entered where a sequence is collected inside
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the longest sequence there is room for."""
-        return self.max_blocks * self.block_rows
-
-    @property
-    def n_used(self) -> int:
-        return len(self._blocks) - len(self._free)
-
-    @property
-    def n_free(self) -> int:
-        """Blocks that can be taken, those not made yet among them."""
-        return self.max_blocks - self.n_used
-
-    def block(self, number: int) -> np.ndarray:
-        """(n_layers, 2, block_rows, kv_dim), lent."""
-        return self._blocks[number]
-
-    def is_shared(self, number: int) -> bool:
-        return self._references[number] > 1
-
-    def take(self, n: int) -> list[int]:
-        """`n` blocks with one reference each, whatever they hold; all of them or PoolFull."""
-        with self._lock:
-            if n > self.n_free:
-                raise PoolFull(
-                    f"the KV cache is full: {n} more blocks of {self.block_rows} rows are needed, "
-                    f"{self.n_free} of at most {self.max_blocks} are free"
-                )
-            if n > len(self._free):
-                self._grow(n - len(self._free))
-            taken = [self._free.pop() for _ in range(n)]
-            for number in taken:
-                self._references[number] = 1
-            return taken
-
-    def share(self, numbers: list[int]) -> None:
-        """One reference more to each."""
-        with self._lock:
-            for number in numbers:
-                self._references[number] += 1
-
-    def give_back(self, numbers: list[int]) -> None:
-        """One reference less to each; those without any are free."""
-        with self._lock:
-            for number in reversed(numbers):
-                self._references[number] -= 1
-                if self._references[number] == 0:
-                    self._free.append(number)
-
-    def check_integrity(self) -> None:
-        """AssertionError unless every block is free, or held as often as it is counted."""
-        with self._lock:
-            held = [0] * len(self._blocks)
-            for sequence in self._tables:
-                assert len(set(sequence.block_table)) == len(sequence.block_table), "a block twice"
-                for number in sequence.block_table:
-                    held[number] += 1
-            assert held == self._references, "references are not those of the tables"
-            assert len(set(self._free)) == len(self._free), "a block is free twice"
-            assert {i for i, n in enumerate(held) if n == 0} == set(self._free), "a block leaked"
-            assert len(self._blocks) <= self.max_blocks and self.n_free + self.n_used == (
-                self.max_blocks
-            )
-
-    def _grow(self, n: int) -> None:
-        """Make `n` blocks and more: as many as there are, so that there are few slabs."""
-        made = len(self._blocks)
-        n = max(n, made, SLAB_ROWS // self.block_rows)
-        n = min(n, self.max_blocks - made)
-        shape = (n, self.n_layers, 2, self.block_rows, self.kv_dim)
-        slab = memory.empty(int(np.prod(shape)), self.dtype).reshape(shape)
-        self.n_allocations += 1
-        self._blocks.extend(slab)
-        self._references.extend([0] * n)
-        self._free[:0] = range(made + n - 1, made - 1, -1)
+from engine.kernels.kv import Kv
 
 
 class PagedKvCache:
@@ -150,9 +33,7 @@ class PagedKvCache:
         self._row_bytes = pool.kv_dim * pool.element.itemsize
         self._addresses = np.zeros(0, np.uint64)  # of these blocks, with room for more
         self._rows = [0] * pool.n_layers
-        with pool._lock:
-            pool._tables.add(self)
-        weakref.finalize(self, pool.give_back, self.block_table).atexit = False
+        pool.lend_to(self, self.block_table)
 
     def set_prefill(self, layer: int, k: np.ndarray, v: np.ndarray) -> None:
         """Hold exactly the prompt's rows, k and v of (n, kv_dim)."""
@@ -213,11 +94,28 @@ class PagedKvCache:
         """Another sequence with the same rows, in the same blocks."""
         self._drop_unused()
         twin = PagedKvCache(self.pool)
-        with uninterrupted():
-            self.pool.share(self.block_table)
-            twin._extend(self.block_table)
-        twin._rows = list(self._rows)
+        twin.adopt(self.block_table, self._rows)
         return twin
+
+    def adopt(self, numbers: Sequence[int], rows: Sequence[int]) -> None:
+        """Hold `rows[layer]` rows of each layer that blocks `numbers` of others hold, in these.
+
+        Only a sequence without rows can.
+        """
+        assert not any(self._rows), f"a sequence of {max(self._rows)} rows cannot adopt others"
+        self._drop_unused()
+        with uninterrupted():
+            self.pool.share(numbers)
+            self._extend(numbers)
+            self._rows = list(rows)
+
+    def exchange(self, numbers: Sequence[int]) -> None:
+        """Hold blocks `numbers` of others, which hold the same rows, in place of its first."""
+        with uninterrupted():
+            for i, number in enumerate(numbers):
+                if number != self.block_table[i]:
+                    self.pool.share([number])
+                    self._put(i, number)
 
     # ------------------------------------------------------------ a whole step at once
 
@@ -231,7 +129,10 @@ class PagedKvCache:
         self._make_writable(min(self._rows), max(self._rows) + n_rows)
 
     def kv(self) -> Kv:
-        """Where kernels find the rows and write those reserved. Valid until the next append."""
+        """Where kernels find the rows and write those reserved.
+
+        Valid until the next append or exchange.
+        """
         addresses = self._addresses[: len(self.block_table)]
         return Kv(addresses, self.pool.places, self.pool.block_rows, self.pool.element)
 
@@ -265,12 +166,16 @@ class PagedKvCache:
             rows = self.pool.block(old)[:, :, : max(self._rows) - i * size]
             self.pool.block(number)[:, :, : rows.shape[2]] = rows
             self.counts.grow += rows.nbytes
-            self.block_table[i] = number
-            self._addresses[i] = self.pool.block(number).ctypes.data
-            self.pool.give_back([old])
+            self._put(i, number)
         self._extend(taken)
 
-    def _extend(self, numbers: list[int]) -> None:
+    def _put(self, i: int, number: int) -> None:
+        """Another block, and the reference to it, in the place of one that is given back."""
+        old, self.block_table[i] = self.block_table[i], number
+        self._addresses[i] = self.pool.block(number).ctypes.data
+        self.pool.give_back([old])
+
+    def _extend(self, numbers: Sequence[int]) -> None:
         """Blocks behind those it has."""
         held = len(self.block_table)
         self.block_table += numbers
