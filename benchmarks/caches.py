@@ -140,7 +140,7 @@ def together(
     for name in names:
         watch, session = Stopwatch(), Session(new_cache(llm, name, len(ids) + new), ids, len(ids))
         metrics = Metrics(watch)
-        generation = Generation(llm._model, session, params, new, frozenset(), None, metrics)
+        generation = Generation(llm._model, *llm.requests.begin(session, params, new, metrics))
         runs[name], found[name] = (watch, session.cache, generation), (metrics, [])
     for step in range(new):
         turn = step % len(names)

@@ -1,4 +1,4 @@
-"""Messages -> the text and the ids of a prompt; a reply -> its reasoning and its answer.
+"""Messages -> the text and the ids of a prompt.
 
 A template is a program that comes with the weights. It runs in jinja2's sandbox on copies of plain
 data, so that it reaches nothing of this process; how long it may run is not limited.
@@ -21,7 +21,6 @@ from engine.tokenizer import StandIns, Tokenizer, refuse_surrogates
 
 SPECIAL_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what a message's are called, by clients
-OPEN, CLOSE = "<think>", "</think>"
 
 
 class GenerationTag(ext.Extension):
@@ -242,58 +241,3 @@ def changed(variables: dict, change: Callable[[str, bool], str]) -> dict:
 
     given = {name: of(value) for name, value in variables.items()}
     return given | {"messages": [of_message(message) for message in variables["messages"]]}
-
-
-def split_thinking(text: str, opened: bool = False) -> tuple[str | None, str]:
-    """A reply's (reasoning, answer): what stands in its first block, and what follows it.
-
-    A block begins a reply with `<think>`, or has begun in the prompt (`opened`: that ends with
-    `<think>`). Newlines around it are left out. One without an end is reasoning to the end of the
-    reply; None: there is none, or nothing in it.
-    """
-    splitter = ThinkingSplitter(opened)
-    pieces = splitter.push(text) + splitter.flush()
-    reasoning = "".join(text for kind, text in pieces if kind == "reasoning")
-    return reasoning or None, "".join(text for kind, text in pieces if kind == "answer")
-
-
-class ThinkingSplitter:
-    """`split_thinking` piece by piece. Only what may yet be a tag, or newlines at one, is held."""
-
-    def __init__(self, opened: bool = False) -> None:
-        self.opened = opened
-        self._kind = ""  # of what comes next: not known at the beginning of a reply
-        self._trims = False  # newlines, until there is other text
-        self._held = ""
-
-    def push(self, piece: str, ended: bool = False) -> list[tuple[str, str]]:
-        """What is certain by now: pieces ("reasoning" | "answer", text), none of them empty."""
-        held, self._held = self._held + piece, ""
-        if not self._kind:
-            start = held.lstrip("\n")
-            if not ended and OPEN.startswith(start):
-                self._held = held
-                return []
-            self._trims = self.opened or start.startswith(OPEN)
-            self._kind = "reasoning" if self._trims else "answer"
-            held = start.removeprefix(OPEN) if self._trims else held
-        held = held.lstrip("\n") if self._trims else held
-        if self._kind == "answer":
-            return self._given(held)
-        text, close, after = held.partition(CLOSE)
-        begun = next(n for n in reversed(range(len(CLOSE))) if text.endswith(CLOSE[:n]))
-        certain = text if close or ended else text[: len(text) - begun]
-        pieces = self._given(certain.rstrip("\n"))
-        if not close:
-            self._held = text[len(certain.rstrip("\n")) :]
-            return pieces
-        self._kind, self._trims = "answer", True
-        return pieces + self._given(after.lstrip("\n"))
-
-    def flush(self) -> list[tuple[str, str]]:
-        """The rest of a reply that has ended."""
-        return self.push("", ended=True)
-
-    def _given(self, text: str) -> list[tuple[str, str]]:
-        self._trims = self._trims and not text
-        return [(self._kind, text)] if text else []

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
+from engine.grammar import Grammar
 from engine.kernels.runs import Run
 from engine.lookup import Lookup
 from engine.metrics import Metrics
@@ -35,6 +36,7 @@ class Decoding:
         sample: int = 0,
         lookup: int = 0,
         budget: ThinkingBudget | None = None,
+        grammar: Grammar | None = None,
     ):
         """`session`: ids, the last of them without rows in its cache. `limit`: tokens to follow at
         most. `profile`: is filled. `sample`: which of the samples of one seed. `lookup`: guesses a
@@ -50,7 +52,7 @@ class Decoding:
         self._vocab_size = vocab_size
         self._sampler = Sampler(params, vocab_size, session.ids, self.eos_ids, sample)
         self._lookup = Lookup(lookup, session.ids) if lookup else None
-        self._budget = budget
+        self._budget, self._grammar = budget, grammar
         self._forced = budget.begin() if budget else []  # ids that come next, whatever the logits
         self._expected: list[int] = []  # the ids behind the known ones in the run under way
         self._since: float | None = None  # when the forward under way began
@@ -137,6 +139,8 @@ class Decoding:
             )
         if self._forced:
             return self._sampler.took(logits, self._forced.pop(0))
+        if self._grammar:
+            self._sampler.mask(self._grammar.allowed())
         return self._sampler(logits)
 
     def _append(self, token: int) -> None:
@@ -152,7 +156,10 @@ class Decoding:
             self._forced = self._budget.take(token)
         if self.profile:
             self.profile.steps[-1].token_id = token
-        if token in self.eos_ids or token in self.params.stop_token_ids:
+        if self._grammar:
+            self._grammar.take(token)
+        complete = self._grammar is not None and self._grammar.is_finished
+        if complete or token in self.eos_ids or token in self.params.stop_token_ids:
             self.finish_reason = "stop"
         elif self._n_left == 0:
             self.finish_reason = "length"

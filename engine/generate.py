@@ -6,13 +6,8 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from engine.chat import ThinkingSplitter
 from engine.decoding import Decoding
-from engine.metrics import Metrics
-from engine.profiler import Profile
 from engine.reply import Completion, Reply
-from engine.session import Session
-from engine.tokenizer import TextStream
 
 
 class Generation:
@@ -22,27 +17,12 @@ class Generation:
     continue from, so that an interrupted one loses nothing.
     """
 
-    def __init__(
-        self,
-        model,
-        session: Session,
-        params,
-        limit: int,
-        eos_ids: frozenset[int],
-        stream: TextStream | None,
-        metrics: Metrics,
-        profile: Profile | None = None,
-        splitter: ThinkingSplitter | None = None,
-        **more,
-    ):
-        """As Decoding, of which `more` are arguments, and Reply."""
-        self.session, self.params = session, params
-        size = model.config.vocab_size
-        decoding = Decoding(size, session, params, limit, eos_ids, metrics, profile, **more)
+    def __init__(self, model, decoding: Decoding, reply: Reply):
+        """Of a Decoding and the Reply that is its text (Requests.begin makes both)."""
+        self.session, self.params = decoding.session, decoding.params
         # Neither of the two knows this object: one that is dropped is collected at once, and with
         # it the cache, whose blocks another request may wait for.
-        self._steps = steps(model, decoding)
-        self._reply = Reply(decoding, stream, splitter)
+        self._steps, self._reply = steps(model, decoding), reply
         self._tokens = (token for some in self._steps for token in some)
 
     @property

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from engine.cache import KV_CACHES, KV_DTYPES, CacheMaker, KvCache, snapshot
-from engine.chat import OPEN, ChatTemplate, ThinkingSplitter
-from engine.checks import check_kv, check_size, is_id, is_many, one_of
-from engine.config import ModelConfig, show
+from engine.cache import (
+    KV_CACHES,
+    KV_DTYPES,
+    CacheMaker,
+    KvCache,
+    snapshot,
+)
+from engine.chat import ChatTemplate
+from engine.checks import check_kv, check_size, is_many, one_of
+from engine.config import ModelConfig
 from engine.defaults import default_params
 from engine.generate import Generation
 from engine.kernels.int8 import FORM
@@ -29,9 +33,11 @@ from engine.model import SimdModel
 from engine.profiler import Profile
 from engine.reference import NumpyModel
 from engine.reply import Completion
+from engine.request import Prompt, Requests
 from engine.sampler import Sampler, SamplingParams
+from engine.serve.scheduler import Request, Scheduler, run_all
 from engine.session import Session
-from engine.thinking import ThinkingBudget
+from engine.thinking import OPEN, ThinkingSplitter
 from engine.threads import check_threads, default_threads
 from engine.tokenizer import Tokenizer
 
@@ -45,9 +51,8 @@ DEFAULTS = (
     "repetition_penalty",
 )  # a model may have its own
 
+BLOCK_ROWS = 16  # of a paged block
 MOST_GUESSES = 64  # of `lookup`
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -91,7 +96,7 @@ class LLM:
         one_of("backend", backend, BACKENDS)
         threads = default_threads() if threads is None else check_threads(threads)
         check_size("prefill_chunk", prefill_chunk, 1 << 16)
-        self._lookup = check_size("lookup", lookup, MOST_GUESSES, least=0)
+        lookup = check_size("lookup", lookup, MOST_GUESSES, least=0)
         path = BUILT_IN if model is None else resolve(model)
         self.config = ModelConfig.from_dir(path)
         self.context = self.config.max_context
@@ -108,7 +113,10 @@ class LLM:
                 )
             self.eos_ids |= self.tokenizer.eos_ids
         self.default_params = default_params(path)
-        kv_block_rows = int(kv_block_rows or 16)
+        self.requests = Requests(
+            self.config, self.tokenizer, self.eos_ids, self.default_params, self.context, lookup
+        )
+        kv_block_rows = int(kv_block_rows or BLOCK_ROWS)
         blocks = int(kv_max_blocks or -(-self.context // kv_block_rows))
         sizes = self.config.n_layers, self.config.kv_dim
         self._caches = CacheMaker(kv_cache, *sizes, kv_dtype, kv_block_rows, blocks)
@@ -144,22 +152,28 @@ class LLM:
         session: Session | None = None,
         profile: bool = False,
     ) -> Completion | list[Completion]:
-        """Continue a prompt (text or token ids), or each of a list of them.
+        """Continue a prompt (text or token ids), or each of a list of them, together.
 
-        params: None for the model's own (`default_params`). With a `session`, only what it does not
-        hold of the prompt is computed, and it holds prompt and answer afterwards (tokens that were
-        generated keep their rows, which differ from a prompt's in the last bits); without a prompt
-        its own tokens are continued. With `profile`, the completion's `profile` says what each step
-        spent its time on (profiler.py).
+        params: None for the model's own (`default_params`); where its `n` is above 1 there is a
+        list of n completions in place of one. With a `session`, only what it does not hold of the
+        prompt is computed, and it holds prompt and answer afterwards (tokens that were generated
+        keep their rows, which differ from a prompt's in the last bits); without a prompt its own
+        tokens are continued. With `profile`, the completion's `profile` says what each step spent
+        its time on (profiler.py), and several prompts run one after another.
         """
-        if prompt is not None and is_many(prompt):
-            if session is not None:
-                raise ValueError(f"{len(prompt)} prompts cannot share a session; give them singly")
-            prompts = [self._ids_of(one) for one in prompt]
-            for ids in prompts:  # all of them before any work
-                self._limit(len(ids), self._checked(params))
-            return [self._finish(self._start(one, params, None, profile), True) for one in prompts]
-        return self._finish(self._start(prompt, params, session, profile), session is None)
+        params, many = self.requests.params_of(params), prompt is not None and is_many(prompt)
+        prompts = [self.requests.ids_of(one) for one in prompt] if many else [prompt]
+        if not many and params.n == 1:
+            return self._finish(self._start(prompt, params, session, profile), session is None)
+        if session is not None:
+            samples = f"{len(prompts) * params.n} completions"
+            raise ValueError(f"{samples} cannot share a session; ask for them singly")
+        if profile and params.n > 1:
+            raise ValueError(f"profile is of one completion; n is {params.n}")
+        if profile:
+            return [self._finish(self._start(one, params, None, True), True) for one in prompts]
+        found = self._together([(self.requests.ids_of(one), None) for one in prompts], params)
+        return found if many else found[0]
 
     def stream(
         self,
@@ -180,15 +194,19 @@ class LLM:
         session: Session | None = None,
         profile: bool = False,
         **arguments,
-    ) -> Completion:
+    ) -> Completion | list[Completion]:
         """The model's answer to a conversation, as its chat template writes it.
 
         messages: OpenAI's, each with a `role` and `content`. arguments: for the template, such as
         `tools` or `enable_thinking`. Thoughts are in the completion's `reasoning`. With a `session`
-        that holds an earlier part of the conversation only what is new is computed.
+        that holds an earlier part of the conversation only what is new is computed. Where the `n`
+        of params is above 1, a list of n.
         """
-        generation = self.stream_chat(messages, params, session, profile, **arguments)
-        return self._finish(generation, session is None)
+        ids, splitter = self.chat_prompt(messages, **arguments)
+        params = self.requests.params_of(params)
+        if params.n > 1:
+            return self._together([(ids, splitter)], params)[0]
+        return self._finish(self._start(ids, params, session, profile, splitter), session is None)
 
     def stream_chat(
         self,
@@ -199,12 +217,19 @@ class LLM:
         **arguments,
     ) -> Generation:
         """As `chat`: iterate over pieces of the answer, or over `parts()` for thoughts too."""
+        ids, splitter = self.chat_prompt(messages, **arguments)
+        return self._start(ids, params, session, profile, splitter)
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping], **arguments
+    ) -> tuple[list[int], ThinkingSplitter]:
+        """The ids of a conversation, as its template writes it, and what splits its answer."""
         if self.chat_template is None or self.tokenizer is None:
             what = "chat template" if self.tokenizer else "tokenizer.json"
             raise ValueError(f"the checkpoint has no {what}: it continues text, and does not chat")
         ids = self.chat_template.encode(self.tokenizer, messages, **arguments)
         opened = self.chat_template.render(messages, **arguments).rstrip().endswith(OPEN)
-        return self._start(ids, params, session, profile, ThinkingSplitter(opened))
+        return ids, ThinkingSplitter(opened)
 
     def new_session(self) -> Session:
         """An empty one, for `generate` or `stream` to fill."""
@@ -227,14 +252,15 @@ class LLM:
         limit = min(room, self.context)
         ids, n_prompt = snapshot.load(path, cache, self._fingerprint, limit)
         try:
-            return Session(cache, self._ids_of(ids), n_prompt, self._model)
+            return Session(cache, self.requests.ids_of(ids), n_prompt, self._model)
         except ValueError as e:  # an id that no embedding has
             raise ValueError(f"{path}: {e}") from None
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits at every position of `token_ids`: (T, vocab_size) float32."""
-        ids = np.array(self._ids_of(token_ids), np.int64)
-        self._caches.check_room(len(ids), 1)
+        ids = np.array(self.requests.ids_of(token_ids), np.int64)
+        if self._caches.pool:
+            self._caches.pool.check_room(len(ids), 1)
         cache, size = self.new_cache(), self._model.max_tokens
         cache.reserve(len(ids))
         out = np.empty((len(ids), self.config.vocab_size), np.float32)
@@ -284,24 +310,39 @@ class LLM:
         splitter: ThinkingSplitter | None = None,
     ) -> Generation:
         metrics = Metrics()
-        params = self._checked(params)
-        if params.seed is None:  # drawn here, so that every run can be told and repeated
-            params = replace(params, seed=secrets.randbits(63))
+        params = self.requests.params_of(params)
+        if params.n > 1:
+            raise ValueError(f"n is {params.n}; a stream or a session is of one completion")
         self._check_session(session)
         if prompt is None and (session is None or not session.ids):
             raise ValueError("there is neither a prompt nor a session to continue")
-        ids = session.ids if prompt is None else self._ids_of(prompt)
-        limit = self._limit(len(ids), params)
+        ids = session.ids if prompt is None else self.requests.ids_of(prompt)
+        limit = self.requests.limit(len(ids), params, self._caches.pool)
         session = self.new_session() if session is None else session
         if prompt is not None:
             session.turn_to(ids)
-        stream = self.tokenizer.stream() if self.tokenizer else None
-        recorder, budget = Profile(self._model) if profile else None, None
-        if params.thinking_budget is not None and splitter is not None:
-            budget = ThinkingBudget(params.thinking_budget, self.tokenizer, splitter.opened)
-        more = {"lookup": self._lookup, "budget": budget}
-        request = session, params, limit, self.eos_ids, stream, metrics, recorder, splitter
-        return Generation(self._model, *request, **more)
+        recorder = Profile(self._model) if profile else None
+        more = {"profile": recorder, "splitter": splitter}
+        return Generation(
+            self._model, *self.requests.begin(session, params, limit, metrics, **more)
+        )
+
+    def _together(
+        self, prompts: Sequence[tuple[list[int], ThinkingSplitter | None]], params: SamplingParams
+    ) -> list[Completion] | list[list[Completion]]:
+        """All prompts as one batch: for each its completion, or a list of params.n."""
+        limits = [self.requests.limit(len(ids), params, self._caches.pool) for ids, _ in prompts]
+        longest = [len(ids) + limit for (ids, _), limit in zip(prompts, limits, strict=True)]
+        pool = self._caches.new_pool([n for n in longest for _ in range(params.n)])
+        requests = [
+            self.requests.in_pool(pool, ids, params, splitter and splitter.copy(), sample)
+            for ids, splitter in prompts
+            for sample in range(params.n)
+        ]
+        done = run_all(Scheduler(self._model, pool), [Request(*one) for one in requests])
+        if params.n == 1:
+            return done
+        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
 
     def _check_session(self, session: Session | None) -> None:
         """ValueError unless a session's rows are this model's."""
@@ -309,48 +350,3 @@ class LLM:
             raise ValueError(f"session is {session!r}; one of new_session or load_cache is needed")
         if session is not None and session.owner is not self._model:
             raise ValueError("the session is another LLM's; a saved cache can be carried over")
-
-    def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        """`params`, or the model's; ValueError for anything else."""
-        params = self.default_params if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params is {params!r}; SamplingParams are needed")
-        if params.n > 1:
-            raise ValueError(f"n is {params.n}; one sample a request is implemented")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer.json; stop_token_ids do not")
-        return params
-
-    def _limit(self, n_prompt: int, params: SamplingParams) -> int:
-        """The most tokens that can follow; ValueError if there is no room for what is asked."""
-        room, wanted = self.context - n_prompt, params.max_tokens
-        if room < 1:
-            raise ValueError(
-                f"the prompt is {n_prompt} tokens long, the context {self.context}: "
-                "there is no room for a token to follow"
-            )
-        self._caches.check_room(n_prompt, 1 if wanted is None else min(wanted, room))
-        if self._caches.pool:
-            room = min(room, self._caches.pool.max_rows + 1 - n_prompt)
-        return room if wanted is None else min(wanted, room)
-
-    def _ids_of(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; ValueError if there are none, too many or unknown ones."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the checkpoint has no tokenizer.json: give token ids")
-            prompt = self.tokenizer.encode(prompt)
-        listed = isinstance(prompt, Sequence) or (
-            isinstance(prompt, np.ndarray) and prompt.ndim == 1
-        )
-        if not listed or isinstance(prompt, bytes | bytearray | memoryview):
-            raise ValueError(f"the prompt is {show(prompt)}; text or token ids are needed")
-        ids = list(prompt)
-        if not ids:
-            raise ValueError("the prompt is empty")
-        for i in ids:
-            if not is_id(i) or not 0 <= i < self.config.vocab_size:
-                raise ValueError(f"token id {show(i)} is outside 0 to {self.config.vocab_size - 1}")
-        if len(ids) > self.context:
-            raise ValueError(f"{len(ids)} tokens do not fit in a context of {self.context}")
-        return ids

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.chat import ThinkingSplitter
 from engine.decoding import Decoding
 from engine.metrics import Metrics
 from engine.profiler import Profile, timed
 from engine.stopping import StopStrings
+from engine.thinking import ThinkingSplitter
 from engine.tokenizer import TextStream
 
 
@@ -40,7 +40,12 @@ class Reply:
         self._decoding, self._stream, self._splitter = decoding, stream, splitter
         self._stops = StopStrings(decoding.params.stop)
         self._n_pushed = 0
+        self.n_dropped = 0  # tokens behind the end of the text, in the step that brought it
         self._text = {"answer": "", "reasoning": ""}
+
+    @property
+    def has_text(self) -> bool:
+        return self._stream is not None
 
     @property
     def completion(self) -> Completion:
@@ -62,7 +67,8 @@ class Reply:
                 self._n_pushed += 1
                 pieces += self._split(self._before_stop(self._stream.push(token)))
                 if self._stops.found is not None:
-                    self._decoding.stop_before(len(tokens) - i)
+                    self.n_dropped = len(tokens) - i
+                    self._decoding.stop_before(self.n_dropped)
                     break
         return self._kept(pieces)
 

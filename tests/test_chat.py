@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.chat import THOUGHTS, ChatTemplate, ThinkingSplitter, split_thinking
+from engine.chat import THOUGHTS, ChatTemplate
+from engine.thinking import ThinkingSplitter, split_thinking
 from engine.tokenizer import RARE, Tokenizer
 
 REPO = Path(__file__).resolve().parent.parent

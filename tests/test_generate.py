@@ -10,11 +10,13 @@ import pytest
 
 import engine
 from engine.cache import BasicKvCache
-from engine.chat import ThinkingSplitter
+from engine.decoding import Decoding
 from engine.generate import Generation
 from engine.metrics import Metrics
+from engine.reply import Reply
 from engine.sampler import SamplingParams
 from engine.session import Session
+from engine.thinking import ThinkingSplitter
 from engine.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_dir(Path(engine.__file__).parent / "assets")
@@ -71,15 +73,11 @@ def generation(
     session = Session(BasicKvCache(n_layers=2, kv_dim=16), list(prompt), len(prompt))
     asked = SamplingParams(**{"temperature": 0, "max_tokens": None, **params})
     room = context - len(prompt)
+    limit = room if asked.max_tokens is None else min(room, asked.max_tokens)
+    metrics = Metrics(lambda: model.time)
+    decoding = Decoding(model.config.vocab_size, session, asked, limit, eos_ids, metrics)
     return Generation(
-        model,
-        session,
-        asked,
-        room if asked.max_tokens is None else min(room, asked.max_tokens),
-        eos_ids,
-        TOKENIZER.stream() if stream else None,
-        Metrics(lambda: model.time),
-        splitter=splitter,
+        model, decoding, Reply(decoding, TOKENIZER.stream() if stream else None, splitter)
     )
 
 
@@ -405,7 +403,8 @@ def test_cache_holds_all_but_the_last_token():
     params = SamplingParams(temperature=0, max_tokens=4)
     clock = Metrics(lambda: 0.0)
     session = Session(cache, range(20), 20)
-    request = Generation(model, session, params, 4, EOS, None, clock)
+    decoding = Decoding(model.config.vocab_size, session, params, 4, EOS, clock)
+    request = Generation(model, decoding, Reply(decoding, None))
     list(request.tokens())
     assert [cache.seq_len(layer) for layer in range(2)] == [23, 23]
     assert cache.counts.allocations == 4  # K and V of two layers, once

@@ -369,7 +369,7 @@ def test_what_is_asked_and_cannot_be_given(tmp_path):
     """Samples or stop strings that are silently left out."""
     llm = LLM(write_checkpoint(tmp_path))
     with pytest.raises(ValueError, match="n is 2"):
-        llm.generate([1], SamplingParams(n=2))
+        llm.stream([1], SamplingParams(n=2))
     with pytest.raises(ValueError, match="tokenizer"):
         llm.generate([1], SamplingParams(stop="x"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.cache.basic import BasicKvCache
 from engine.cache.concat import ConcatKvCache
 from engine.cache.paged import PagedKvCache
@@ -17,12 +19,11 @@ class CacheMaker:
     def __init__(
         self, kind: str, n_layers: int, kv_dim: int, dtype: str, block_rows: int, max_blocks: int
     ):
-        """`kind` of KV_CACHES, `dtype` of KV_DTYPES; the last two are for paged caches."""
+        """`kind` of KV_CACHES, `dtype` of KV_DTYPES; the last two are for pools."""
         self.kind, self._dtype = kind, dtype
         self._sizes = n_layers, kv_dim
-        self.pool = None
-        if kind == "paged":
-            self.pool = BlockPool(*self._sizes, block_rows, max_blocks=max_blocks, dtype=dtype)
+        self._block_rows, self._max_blocks = block_rows, max_blocks
+        self.pool = self.new_pool() if kind == "paged" else None
 
     def new(self) -> KvCache:
         """An empty cache."""
@@ -32,11 +33,12 @@ class CacheMaker:
             return ConcatKvCache(*self._sizes)
         return BasicKvCache(*self._sizes, self._dtype)
 
-    def check_room(self, n_prompt: int, n_new: int) -> None:
-        """ValueError if a sequence of so many tokens cannot be held. The last has no rows."""
-        if self.pool is not None and n_prompt + n_new - 1 > self.pool.max_rows:
-            raise ValueError(
-                f"{n_prompt} tokens and {n_new} to follow do not fit in the KV cache of "
-                f"{self.pool.max_rows} rows ({self.pool.max_blocks} blocks of "
-                f"{self.pool.block_rows})"
-            )
+    def new_pool(self, lengths: Sequence[int] | None = None) -> BlockPool:
+        """Blocks for sequences that run together, whatever the kind of a single one's cache is.
+
+        `lengths`: the rows that they may come to, where there need not be blocks for more.
+        """
+        most = self._max_blocks
+        if lengths is not None:
+            most = min(most, sum(-(-rows // self._block_rows) for rows in lengths))
+        return BlockPool(*self._sizes, self._block_rows, max_blocks=most, dtype=self._dtype)

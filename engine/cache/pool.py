@@ -57,6 +57,14 @@ class BlockPool:
         """Rows of the longest sequence there is room for."""
         return self.max_blocks * self.block_rows
 
+    def check_room(self, n_prompt: int, n_new: int) -> None:
+        """ValueError if a sequence of so many tokens cannot be held. The last has no rows."""
+        if n_prompt + n_new - 1 > self.max_rows:
+            raise ValueError(
+                f"{n_prompt} tokens and {n_new} to follow do not fit in the KV cache of "
+                f"{self.max_rows} rows ({self.max_blocks} blocks of {self.block_rows})"
+            )
+
     @property
     def n_used(self) -> int:
         return len(self._blocks) - len(self._free)

@@ -1,0 +1,1 @@
+"""Many requests at once: the scheduler, and the server in front of it."""
