@@ -95,13 +95,14 @@ def test_no_ring_of_imports():
 
 
 def test_no_import_inside_a_function():
-    """A ring bridged where a reader does not look; hub.py alone waits with a large library."""
+    """A ring bridged where a reader does not look; these two alone wait with a large library."""
+    late = ("engine.loading.hub", "engine.run")
     found = []
     for name, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 inside = [n for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
-                found += [f"{name}:{n.lineno}" for n in inside if name != "engine.loading.hub"]
+                found += [f"{name}:{n.lineno}" for n in inside if name not in late]
     assert found == []
 
 
