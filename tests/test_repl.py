@@ -3,10 +3,12 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ CHATML = (
 THINKS = CHATML + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 OPENED = CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}"
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+README = Path(__file__).resolve().parent.parent / "README.md"
 LONG = "To be, or not to be, that is the question: " * 5
 
 
@@ -188,6 +191,35 @@ def test_an_interrupted_answer_stays(llm, capsys):
     c.params = GREEDY
     assert say(c, "Why?").metrics.cached_tokens == reused
     assert len(c.messages) == 4
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs signals as POSIX has them")
+def test_ctrl_c_held_down(llm, capsys):
+    """A second Ctrl-C takes away what the first was about to keep, or ends the conversation."""
+    c = talk(llm)
+    answer, before = c.answer, signal.getsignal(signal.SIGINT)
+
+    def interrupted(asked, show):
+        try:
+            answer(asked, show)
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    def lost(asked, show):  # as an exception in a destructor is
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        answer(asked, show)
+        raise AssertionError("not stopped")
+
+    c.answer = interrupted
+    repl(c, "To be?")
+    c.answer = lost
+    person = repl(c, "Why?", "/stats")
+    assert len(c.messages) == 4 and person.drafts == ["", "", ""]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "context: " in capsys.readouterr().err
 
 
 def test_an_interrupted_prefill_gives_the_message_back(llm, monkeypatch, capsys):
@@ -548,6 +580,31 @@ def test_only_a_person_waits_for_the_editor(model):
     """prompt_toolkit imported by every run: a tenth of a second each."""
     code = "import sys, engine.run; sys.exit('prompt_toolkit' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.skipif(not README.exists(), reason="needs the repository")
+def test_the_readme_shows_what_is_printed(model, monkeypatch):
+    """A transcript of another version, in which the first reader finds the first mistake."""
+    block = README.read_text(encoding="utf-8").split("<!-- conversation -->")[1].split("```")[1]
+    shown = block.split("\n", 2)[2]  # behind the name of the language, and the command
+    monkeypatch.chdir(model.parent)
+    os.symlink(model, "chat")
+    screen = io.StringIO()
+    typed = [line[2:] for line in shown.splitlines() if line.startswith("> ")]
+    person = Typed(*typed)
+
+    def read(draft: str) -> str:
+        message = person.read(draft)
+        screen.write(f"> {message}\n")
+        return message
+
+    with redirect_stdout(screen), redirect_stderr(screen):
+        params = SamplingParams(temperature=0, max_tokens=12)
+        repl = Repl(talk(LLM("./chat"), params), read, True)
+        repl.greet()
+        repl.run()
+    a_rate = re.compile(r"[\d.]+ tok/s")
+    assert a_rate.sub("", screen.getvalue()) == a_rate.sub("", shown)
 
 
 # ---------------------------------------------------------------- a real terminal
