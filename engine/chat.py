@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,10 +18,12 @@ import jinja2
 from jinja2 import ext, nodes, sandbox
 
 from engine.config import read_json, show
+from engine.thinking import CLOSE, OPEN
 from engine.tokenizer import StandIns, Tokenizer, refuse_surrogates
 
 SPECIAL_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what a message's are called, by clients
+NO_THOUGHTS = re.compile(rf"{OPEN}\s*{CLOSE}\s*\Z")  # a prompt's end, where none are wanted
 
 
 class GenerationTag(ext.Extension):
@@ -58,6 +61,7 @@ class ChatTemplate:
 
     _templates: dict[str, jinja2.Template]  # "default", and in some models "tool_use"
     _tokens: dict[str, str]  # variables such as eos_token
+    _thinks: bool  # the template knows of thoughts
 
     @classmethod
     def from_dir(cls, path: Path) -> ChatTemplate | None:
@@ -73,7 +77,8 @@ class ChatTemplate:
         if raw is None:
             return None
         templates = templates_of(raw, file if own else config_file)
-        return cls(templates, special_tokens_of(config, config_file))
+        thinks = OPEN in json.dumps(raw)
+        return cls(templates, special_tokens_of(config, config_file), thinks)
 
     def render(self, messages, tools=None, add_generation_prompt=True, **arguments) -> str:
         """The prompt's text. `arguments`, such as enable_thinking, are the template's variables.
@@ -82,6 +87,10 @@ class ChatTemplate:
         tool that is not, and for whatever goes wrong in the template.
         """
         return self._run(conversation(messages, tools, add_generation_prompt, arguments))
+
+    def may_think(self, messages, **arguments) -> bool:
+        """Whether the reply may begin with thoughts: the prompt has not ended them already."""
+        return self._thinks and not NO_THOUGHTS.search(self.render(messages, **arguments))
 
     def encode(
         self, tokenizer: Tokenizer, messages, tools=None, add_generation_prompt=True, **arguments

@@ -43,14 +43,6 @@ from engine.tokenizer import Tokenizer
 
 BUILT_IN = Path(__file__).parent / "assets"
 BACKENDS = ("simd", "numpy")
-DEFAULTS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-)  # a model may have its own
-
 BLOCK_ROWS = 16  # of a paged block
 MOST_GUESSES = 64  # of `lookup`
 

@@ -15,16 +15,19 @@ if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
-DIM = "\x1b[2m{}\x1b[0m"
 
 try:
     from engine.cache import KV_CACHES, KV_DTYPES
+    from engine.conversation import GREEDY_WARNING, Conversation, thinks_greedily
     from engine.files import check_output
-    from engine.generate import Completion, Generation
+    from engine.generate import Generation
     from engine.llm import BACKENDS, LLM
     from engine.loading.weights import KINDS
     from engine.machine import bounds
+    from engine.repl import DIM, Lines, Repl
+    from engine.reply import Completion
     from engine.sampler import SamplingParams
+    from engine.session import Session
     from engine.trace import write_steps, write_trace
 except ValueError as e:  # an environment variable that says what this processor cannot do
     print(f"error: {e}", file=sys.stderr)
@@ -52,13 +55,16 @@ def parser() -> Parser:
 
     ap.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
     option("--prompt-file", str, "F", None, "read the prompt from F, as it is; - is stdin")
-    ap.add_argument("--chat", action="store_true", help="PROMPT is a message: answer it")
+    ap.add_argument(
+        "--chat", action="store_true", help="PROMPT is a message: answer it; without it, converse"
+    )
     option("--system", str, "TEXT", None, "with --chat, a system message before it")
     ap.add_argument("--no-thinking", action="store_true", help="with --chat, answer at once")
     option("--thinking-budget", int, "N", None, "with --chat, thoughts end after N tokens")
     ap.add_argument("--hide-thinking", action="store_true", help="do not show thoughts on stderr")
     option("--model", str, "M", None, "a checkpoint directory or a hub name (default: built-in)")
-    option("--max-tokens", int, "N", default.max_tokens, "at most N tokens (default: %(default)s)")
+    limit = f"at most N tokens (default: {default.max_tokens}; in a conversation, none)"
+    option("--max-tokens", int, "N", None, limit)
     own = "default: the model's own, else"
     for name, kind, letter, text in (
         ("--temperature", float, "T", f"above 1 bolder, below 1 safer, 0 the likeliest ({own} 1)"),
@@ -138,12 +144,14 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     if args.json_schema is not None:
         args.json_schema = schema_of(args.json_schema)
+    converse = args.chat and args.prompt is None and args.prompt_file is None
     names = [f.name for f in fields(SamplingParams)]
     given = {n: vars(args)[n] for n in names if vars(args).get(n) is not None}
+    given = {"max_tokens": None} | given if converse else given
     SamplingParams(**given)  # said before any work
-    prompt = prompt_of(args)
-    if args.chat and prompt is None:
-        raise ValueError("--chat needs a PROMPT: the message to answer")
+    if converse:
+        check_conversation(args)
+    prompt = None if converse else prompt_of(args)
     for name in ("system", "no_thinking", "thinking_budget"):
         if vars(args)[name] not in (None, False) and not args.chat:
             raise ValueError(f"--{name.replace('_', '-')} is for --chat")
@@ -164,8 +172,13 @@ def run(args: argparse.Namespace) -> int:
     session = llm.load_cache(args.load_cache) if args.load_cache else llm.new_session()
     wanted = args.profile or args.trace is not None or args.steps is not None
     params = replace(llm.default_params, **given)
+    if converse:
+        return run_conversation(args, llm, params, session, thinking)
     if args.chat:
-        generation = llm.stream_chat(messages_of(args, prompt), params, session, wanted, **thinking)
+        messages = messages_of(args, prompt)
+        if thinks_greedily(llm, params, messages, thinking):
+            print(GREEDY_WARNING, file=sys.stderr)
+        generation = llm.stream_chat(messages, params, session, wanted, **thinking)
     else:
         generation = llm.stream(prompt, params, session, wanted)
     status, thoughts_shown = 0, sys.stderr.isatty() and not args.hide_thinking
@@ -184,6 +197,37 @@ def run(args: argparse.Namespace) -> int:
     if args.json_schema is not None or args.regex is not None:
         warn_if_cut(generation.completion)
     return status
+
+
+def check_conversation(args: argparse.Namespace) -> None:
+    """ValueError, before any work, for what only a run with one answer has."""
+    for name in ("json", "logprobs", "profile", "trace", "steps"):
+        if vars(args)[name] is not None and vars(args)[name] is not False:
+            raise ValueError(f"--{name} is for one answer: give --chat a PROMPT")
+    if sys.stdin is None:
+        raise ValueError("--chat without a PROMPT reads stdin, which is closed")
+
+
+def run_conversation(
+    args: argparse.Namespace, llm: LLM, params: SamplingParams, session: Session, thinking: dict
+) -> int:
+    """Answer messages from stdin until it ends; an error ends one turn, and shows in a script's
+    status."""
+    conversation = Conversation(llm, params, session, args.system, thinking)
+    person = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
+    if person:
+        # its library takes a tenth of a second to import, for which no other run should wait
+        from engine.terminal import Terminal
+
+        repl = Repl(conversation, Terminal().read, person, args.hide_thinking)
+        repl.greet()
+    else:
+        repl = Repl(conversation, Lines(sys.stdin.buffer).read, person, args.hide_thinking)
+    try:
+        return 0 if repl.run() or person else BAD_INPUT
+    finally:  # whatever ended it
+        if args.save_cache and session.ids:
+            llm.save_cache(session, args.save_cache)
 
 
 def check_outputs(args: argparse.Namespace) -> None:

@@ -95,8 +95,8 @@ def test_no_ring_of_imports():
 
 
 def test_no_import_inside_a_function():
-    """A ring bridged where a reader does not look; two modules wait with a library until asked."""
-    late = ("engine.loading.hub", "engine.grammar")
+    """A ring bridged where a reader does not look; these alone wait with a library until asked."""
+    late = ("engine.loading.hub", "engine.grammar", "engine.run")
     found = []
     for name, tree in TREES.items():
         for node in ast.walk(tree):

@@ -368,8 +368,10 @@ def test_settings_of_a_cache_that_cannot_be(settings):
 def test_what_is_asked_and_cannot_be_given(tmp_path):
     """Samples or stop strings that are silently left out."""
     llm = LLM(write_checkpoint(tmp_path))
-    with pytest.raises(ValueError, match="n is 2"):
-        llm.stream([1], SamplingParams(n=2))
+    with pytest.raises(ValueError, match="2 completions cannot share a session"):
+        llm.generate([1], SamplingParams(n=2), llm.new_session())
+    with pytest.raises(ValueError, match="profile is of one completion; n is 2"):
+        llm.generate([1], SamplingParams(n=2), profile=True)
     with pytest.raises(ValueError, match="tokenizer"):
         llm.generate([1], SamplingParams(stop="x"))
 
