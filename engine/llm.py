@@ -336,6 +336,10 @@ class LLM:
             return done
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
 
+    def new_scheduler(self, max_running: int = 16) -> Scheduler:
+        """One for requests that come one by one, at most `max_running` of them in a step."""
+        return Scheduler(self._model, self._caches.new_pool(), max_running)
+
     def _check_session(self, session: Session | None) -> None:
         """ValueError unless a session's rows are this model's."""
         if session is not None and not isinstance(session, Session):

@@ -87,7 +87,8 @@ class Scheduler:
         self.max_running = min(max_running, model.max_tokens)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.n_preemptions = self.n_prompt_tokens = self.n_generated_tokens = 0
+        self.n_preemptions = 0
+        self.n_prompt_tokens = self.n_cached_tokens = self.n_generated_tokens = 0
         self._n_added = 0
 
     @property
@@ -165,6 +166,7 @@ class Scheduler:
             if self.running and needed > self.pool.n_available:
                 cache.free()
                 return
+            self.n_cached_tokens += cached
             if first_time:
                 request.decoding.metrics.cached_tokens = cached
             self.running.append(self.waiting.popleft())
