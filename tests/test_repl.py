@@ -95,11 +95,12 @@ class Forwards:
         self._forward, self._fails_at, self._error = llm._model.forward, fails_at, error
         monkeypatch.setattr(llm._model, "forward", self)
 
-    def __call__(self, ids, cache, is_prompt, logits, profile=None):
+    def __call__(self, runs, logits, profile=None):
         if len(self.steps) == self._fails_at:
             self._fails_at = None
             raise self._error
-        self._forward(ids, cache, is_prompt, logits, profile)
+        self._forward(runs, logits, profile)
+        ((ids, _, is_prompt, _),) = runs
         self.steps.append((ids.tolist(), is_prompt, logits.copy()))
 
     def prefilled(self) -> list[int]:
