@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import signal
 import sys
-from contextlib import suppress
-from dataclasses import fields, replace
-from pathlib import Path
 
-if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no traceback
+if __name__ == "__main__":  # while we import the rest, Ctrl-C just ends the process: no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
 
 try:
+    import argparse
+    import json
+    import os
+    from contextlib import suppress
+    from dataclasses import fields, replace
+    from pathlib import Path
+
     from engine.cache import KV_CACHES, KV_DTYPES
     from engine.conversation import GREEDY_WARNING, Conversation, thinks_greedily
     from engine.files import check_output
