@@ -16,7 +16,7 @@ from engine.reply import Completion
 DIM = "\x1b[2m{}\x1b[0m"
 SETTABLE = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "thinking_budget"),
 )
 COMMANDS = {
     "system": ("[TEXT]", "show the system message, or set it"),
