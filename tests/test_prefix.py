@@ -435,6 +435,7 @@ def test_an_interrupt_tears_nothing(where, step, monkeypatch):
     assert interrupt == bool(came)
     prefixes.check_integrity()
     check(empty, prompt(8 if step == "attach" else 0))
+    assert prefixes.counts.lookups == (2 if step == "attach" else 1), "half of a step"
     check(again, prompt(8))
     check(fresh, prompt(8, 1))
     for cache in (again, fresh, empty):

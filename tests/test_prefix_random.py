@@ -76,10 +76,11 @@ class Machine(RuleBasedStateMachine):
         held = {number for s in self.alive for number in s.cache.block_table}
         return [ids for ids, number in self.known.items() if number not in held]
 
-    def evict_known(self, n: int) -> None:
+    def evict_known(self, n: int, free: list[tuple]) -> None:
+        """`free`: of free_to_go before the step, since whoever evicts may hold the blocks now."""
         for _ in range(n):
             parents = {ids[: -self.size] for ids in self.known}
-            leaves = [ids for ids in self.free_to_go() if ids not in parents]
+            leaves = [ids for ids in free if ids in self.known and ids not in parents]
             oldest = min(leaves, key=self.used.get)
             del self.known[oldest], self.used[oldest]
 
@@ -87,17 +88,17 @@ class Machine(RuleBasedStateMachine):
         """Room for n rows more, or a pool that is rightly full."""
         cache, start = sequence.cache, len(sequence.ids)
         table, n_free = list(cache.block_table), self.pool.n_free
-        n_evictable = len(self.free_to_go())
+        free = self.free_to_go()
         needed = max(-(-(start + n) // self.size) - len(table), 0)
         needed += sum(map(self.pool.is_shared, table[start // self.size :])) if n else 0
-        assert self.pool.n_available == n_free + n_evictable
+        assert self.pool.n_available == n_free + len(free)
         try:
             cache.reserve(n)
         except PoolFull:
-            assert needed > n_free + n_evictable, "there was room"
+            assert needed > n_free + len(free), "there was room"
             assert (cache.block_table, self.pool.n_free) == (table, n_free)
             return False
-        self.evict_known(max(needed - n_free, 0))
+        self.evict_known(max(needed - n_free, 0), free)
         return True
 
     def write(self, sequence: Sequence) -> None:
@@ -165,10 +166,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 4))
     def evict(self, n):
-        n_evictable = len(self.free_to_go())
-        assert self.prefixes.n_evictable == n_evictable
-        assert self.prefixes.evict(n) == min(n, n_evictable)
-        self.evict_known(min(n, n_evictable))
+        free = self.free_to_go()
+        assert self.prefixes.n_evictable == len(free)
+        assert self.prefixes.evict(n) == min(n, len(free))
+        self.evict_known(min(n, len(free)), free)
 
     @precondition(lambda self: len(self.known) > 4)
     @rule(drop=st.booleans())
