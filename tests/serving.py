@@ -22,8 +22,8 @@ from engine.serve.server import create_app
 TEMPLATE = """\
 {% if tools %}tools: {{ tools | tojson }}
 {% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}
-{% endfor %}assistant:{% if enable_thinking %}<think>
-{% endif %}"""
+{% endfor %}assistant:{% if enable_thinking is true %}<think>
+{% elif enable_thinking is false %}<think></think>{% endif %}"""
 
 
 def chat_model(path: Path) -> Path:
