@@ -7,7 +7,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -133,7 +133,7 @@ class ScriptedRequest:
         self.listener(Event(pieces, [65], logprobs, ends, error))
 
 
-def sse(lines: Iterator[str]) -> Iterator[dict | str]:
+def sse(lines: Iterable[str]) -> Iterator[dict | str]:
     """The data of server-sent events: objects, and "[DONE]"."""
     for line in lines:
         if line:

@@ -153,7 +153,7 @@ def test_keys(llm, script):
         with httpx.Client(base_url=address) as client:
             for path in ("/", "/health"):
                 assert client.get(path).status_code == 200
-            for given in (None, "Bearer", "Bearer wrong", "Basic s", "sécret"):
+            for given in (None, "Bearer", "Bearer wrong", "Basic sécret", "sécret"):
                 headers = {} if given is None else {"Authorization": given.encode()}
                 for path in ("/v1/models", "/metrics", "/nowhere"):
                     error = refusal(client.get(path, headers=headers), 401)
