@@ -85,6 +85,18 @@ def test_caches_know_no_model():
     assert [arrow for arrow in arrows("cache") if within(arrow[1], *above)] == []
 
 
+def test_only_the_server_needs_the_servers_packages():
+    """An engine that cannot be imported where only its core is installed."""
+    extra = ("fastapi", "starlette", "uvicorn", "prometheus_client")
+    above = {name for name in FILES if within(name, "serve")} - {"engine.serve.scheduler"}
+    for name, tree in TREES.items():
+        modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        if name not in above:
+            assert {module.split(".")[0] for module in modules}.isdisjoint(extra), name
+            assert imported(name).isdisjoint(above - {"engine.serve"}), name
+
+
 def test_no_ring_of_imports():
     """Modules that cannot be read, or imported, one without the other."""
     reached = {name: imported(name) for name in FILES}

@@ -28,15 +28,15 @@ class Draining(Exception):
 class Stats:
     """Figures of now, and counts since the start."""
 
-    running: int
-    queued: int
-    kv_blocks_used: int  # those of known prefixes among them
-    kv_blocks_cached: int  # of known prefixes
-    kv_blocks_total: int
-    prefix_hit_tokens: int
-    prompt_tokens_total: int  # that were computed
-    generated_tokens_total: int
-    preemptions: int
+    running: int = 0
+    queued: int = 0
+    kv_blocks_used: int = 0  # those of known prefixes among them
+    kv_blocks_cached: int = 0  # of known prefixes
+    kv_blocks_total: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens_total: int = 0  # that were computed
+    generated_tokens_total: int = 0
+    preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # requests by finish reason
 
 

@@ -1,0 +1,159 @@
+"""python -m engine.serve as an operator uses it: starts, refuses, drains, ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from engine.serve.__main__ import main
+
+LONG = {"prompt": "To be", "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def server(*args: str, **env: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The process and its address, once it serves."""
+    command = [sys.executable, "-m", "engine.serve", "--port", "0", *args]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **env}
+    )
+    try:
+        for line in process.stderr:  # kernels may be compiled, which is said
+            if found := re.fullmatch(r"serving at (http://\S+)\n", line):
+                break
+        else:
+            pytest.fail(f"it has ended with status {process.wait()}")
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def end(process: subprocess.Popen) -> str:
+    """What it says on stderr until its end."""
+    return process.communicate(timeout=60)[1]
+
+
+def test_serves_the_built_in_model():
+    """The first command of a newcomer fails."""
+    with server("--alias", "bard") as (process, address):
+        assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "bard"
+        answer = httpx.post(f"{address}/v1/completions", json={"prompt": "To be"}).json()
+        assert answer["choices"][0]["text"] and answer["model"] == "bard"
+        assert "<!doctype html>" in httpx.get(address).text
+        process.send_signal(signal.SIGTERM)
+        assert end(process) == "" and process.returncode == 0
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_drains(number, status):
+    """Answers cut off because the server is to end, or a server that still takes new requests."""
+    with server() as (process, address):
+        with httpx.stream("POST", f"{address}/v1/completions", json=LONG) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            process.send_signal(number)
+            *_, last, done = filter(None, lines)
+        assert done == "data: [DONE]"
+        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert end(process) == "" and process.returncode == status
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{address}/health")
+
+
+def test_a_drain_that_takes_too_long():
+    """A server that never ends because a request does not, or whose clients are told nothing."""
+    with server("--drain-timeout", "0") as (process, address):
+        body = LONG | {"max_tokens": 2000}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            *_, last = filter(None, lines)
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert end(process) == "" and process.returncode == 0
+
+
+def test_many_at_once():
+    """Requests from many threads that get each other's answers, or end the process."""
+    with server("--max-queued", "64") as (process, address):
+        asked = {"max_tokens": 8, "temperature": 0}
+        prompts = [f"To be, or not to be {i}" for i in range(8)]
+
+        def ask(prompt: str) -> str:
+            body = asked | {"prompt": prompt}
+            return httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()["choices"][
+                0
+            ]["text"]
+
+        alone = {prompt: ask(prompt) for prompt in prompts}
+        found: dict[str, str] = {}
+        threads = [
+            threading.Thread(target=lambda p=p: found.__setitem__(p, ask(p))) for p in prompts
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == alone and process.poll() is None
+
+
+def test_a_key_from_the_environment():
+    """A key that has to stand in the list of processes."""
+    with server(ENGINE_API_KEY="k") as (_, address):
+        assert httpx.get(f"{address}/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer k"}
+        assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--port", "65536"], "--port is 65536; a whole number at least 0 and at most 65535"),
+        (["--port", "x"], "invalid int value: 'x'"),
+        (["--max-running", "0"], "--max-running is 0"),
+        (["--max-queued", "-1"], "--max-queued is -1"),
+        (["--max-body-bytes", "0"], "--max-body-bytes is 0"),
+        (["--request-timeout", "0"], "--request-timeout is 0"),
+        (["--request-timeout", "nan"], "--request-timeout is nan"),
+        (["--drain-timeout", "-1"], "--drain-timeout is -1"),
+        (["--cors-origin", "a.org"], "--cors-origin is 'a.org'"),
+        (["--cors-origin", "https://a.org/"], "--cors-origin is 'https://a.org/'"),
+        (["--api-key", " "], "the API key is empty"),
+        (["--port", "0", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--port", "0", "--context", "0"], "context is 0"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(args, said, capsys):
+    """A traceback, or a server that starts with something else than was asked for."""
+    try:
+        status = main(args)
+    except SystemExit as e:  # argparse's own
+        status = e.code
+    err = capsys.readouterr().err
+    assert status == 2 and said in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_an_address_that_cannot_be_had(capsys):
+    """A model loaded for a minute, only to find the port taken."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--port", port, "--model", "/nowhere"]) == 1
+    assert f"cannot listen at 127.0.0.1 port {port}: " in capsys.readouterr().err
+    assert main(["--host", "256.0.0.1", "--port", "0"]) == 1
+    assert "cannot listen at 256.0.0.1" in capsys.readouterr().err
