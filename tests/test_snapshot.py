@@ -114,8 +114,9 @@ def recorded(llm):
     """Every step that runs inside: (its ids, whether they were a prompt's, the last logits)."""
     steps, forward = [], llm._model.forward
 
-    def record(ids, cache, is_prompt, logits, *more):
-        forward(ids, cache, is_prompt, logits, *more)
+    def record(runs, logits, *more):
+        forward(runs, logits, *more)
+        ((ids, _, is_prompt, _),) = runs
         steps.append((ids.tolist(), is_prompt, logits.copy()))
 
     llm._model.forward = record
