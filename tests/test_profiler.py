@@ -271,12 +271,12 @@ def test_calls_a_step(tiny, threads, n_layers, kv_cache):
     for phase in ("prefill", "decode"):
         calls = {name: row["calls"] for name, row in profile.rows(phase).items()}
         wanted = dict.fromkeys(MATMULS, n_layers)
-        wanted |= dict.fromkeys(["attention", "append", "norm and rope", "swiglu"], n_layers)
+        wanted |= dict.fromkeys(
+            ["attention", "merge", "append", "norm and rope", "swiglu"], n_layers
+        )
         wanted |= {"rmsnorm": 2 * n_layers + 1, "quantize": 4 * n_layers + 1}
         wanted |= dict.fromkeys(["call", "embed", "head", "return", "python"], 1)
         wanted["sample"] = 1 if phase == "decode" else 1 / 3  # of three chunks, the last
-        if phase == "decode":
-            wanted["merge"] = n_layers
         if threads > 1:
             wanted["barrier"] = calls.get("barrier")
             assert n_layers <= wanted["barrier"]

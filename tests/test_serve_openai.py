@@ -13,7 +13,7 @@ from serving import Scripted, chat_model, served, until
 
 from engine.llm import LLM
 from engine.sampler import SamplingParams
-from engine.serve import protocol, sampling
+from engine.serve import protocol
 from engine.serve.server import Limits
 from engine.serve.service import Service
 
@@ -397,17 +397,32 @@ def test_developer_is_system(llm, scripted):
     assert llm.tokenizer.decode(script.requests[0].ids).startswith("system: Rhyme.")
 
 
-@pytest.mark.skipif(sampling.CAN_CONSTRAIN, reason="constrained decoding is there")
-def test_constraints_without_a_grammar(client):
-    """JSON promised, and any text sent."""
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    for changes in (
-        {"response_format": schema},
-        {"response_format": {"type": "json_object"}},
-        {"tools": [TOOL], "tool_choice": "required"},
-    ):
-        with pytest.raises(openai.BadRequestError, match="constrained decoding"):
-            client.chat.completions.create(model="", messages=HI, **changes)
+def test_constraints_with_the_model(client):
+    """JSON promised, and any text sent; a schema that cannot be used and is dropped."""
+    number = {"type": "integer", "minimum": 0, "maximum": 99}
+    own = {"type": "object", "properties": {"a": number}, "required": ["a"]}
+    own["additionalProperties"] = False
+
+    def asked(**changes):
+        return client.chat.completions.create(model="", messages=HI, max_tokens=300, **changes)
+
+    about = {"type": "json_schema", "json_schema": {"name": "x", "schema": own}}
+    for stream in (False, True):
+        answer = asked(response_format=about, stream=stream, seed=1)
+        if stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        else:
+            text = answer.choices[0].message.content
+        assert 0 <= json.loads(text)["a"] <= 99
+    (choice,) = asked(tools=[TOOL], tool_choice="required", seed=2).choices
+    if choice.finish_reason == "tool_calls":
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather" and json.loads(call.function.arguments)
+    else:
+        assert choice.finish_reason == "length"
+    about["json_schema"]["schema"] = {"type": "object", "$ref": "http://example.invalid/x"}
+    with pytest.raises(openai.BadRequestError, match="json_schema"):
+        asked(response_format=about)
 
 
 def test_constraints_are_passed_on(scripted, monkeypatch):
