@@ -44,7 +44,6 @@ except ValueError as e:  # an environment variable that says what this processor
     print(f"error: {e}", file=sys.stderr)
     sys.exit(BAD_INPUT)
 
-LOG = logging.getLogger(__name__)
 CHAT = "/v1/chat/completions"
 CALLS = {CHAT: chat_call, "/v1/completions": completion_call}
 AHEAD = 24  # samples begun beside those that run, so that a place is never empty
@@ -107,10 +106,9 @@ def answer_rest(args: argparse.Namespace, ids: np.ndarray, results: Results) -> 
     llm = open_model(args)
     if llm.tokenizer is None:
         raise ValueError("the checkpoint has no tokenizer.json: a batch needs one")
+    name, rows = Path(args.model or "built-in").name, rows_left(args.input, ids, results.is_done)
     with tqdm(total=len(ids), initial=results.n_done, unit="row", disable=None) as bar:
-        name = Path(args.model or "built-in").name
-        batch = Batch(llm, name, args.max_running, results, bar)
-        batch.answer(rows_left(args.input, ids, results.is_done))
+        Batch(llm, name, args.max_running, results, bar).answer(rows)
 
 
 class Row:
@@ -232,7 +230,7 @@ class Batch:
 
     def _failed(self, row: Row, error: Exception | None) -> None:
         if not isinstance(error, ValueError | MemoryError):  # these say all in their line
-            LOG.error("row %s failed", show(row.custom_id), exc_info=error)
+            logging.error("row %s failed", show(row.custom_id), exc_info=error)
         row.end(failed(error))
 
     def _write(self, row: Row) -> None:

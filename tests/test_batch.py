@@ -453,7 +453,7 @@ def test_rows_done_are_counted_once(tmp_path):
     """Rows of other files in OUT, or one that is there twice, that count as this one's."""
     path, out = write(tmp_path / "in.jsonl", [text_row(0), text_row(1)]), tmp_path / "out.jsonl"
     with Results(out, np.array([], "S32")) as results:
-        for custom_id in ("row-0", "row-0", "other"):
-            results.append(custom_id, 200, {})
+        for custom_id, status in (("row-0", 200), ("row-0", 200), ("row-0", 500), ("other", 200)):
+            results.append(custom_id, status, {})
     with Results(out, checked_ids(path)) as results:
         assert results.n_done == 1 and results.is_done.tolist() == [True, False]
