@@ -18,13 +18,12 @@ try:
     from dataclasses import fields, replace
     from pathlib import Path
 
-    from engine.cache import KV_CACHES, KV_DTYPES
     from engine.conversation import GREEDY_WARNING, Conversation, thinks_greedily
     from engine.files import check_output
     from engine.generate import Generation
-    from engine.llm import BACKENDS, LLM
-    from engine.loading.weights import KINDS
+    from engine.llm import LLM
     from engine.machine import bounds
+    from engine.options import Parser, add_model_options, open_model
     from engine.repl import DIM, Lines, Repl
     from engine.reply import Completion
     from engine.sampler import SamplingParams
@@ -33,13 +32,6 @@ try:
 except ValueError as e:  # an environment variable that says what this processor cannot do
     print(f"error: {e}", file=sys.stderr)
     sys.exit(BAD_INPUT)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        """One line, as for every other mistake."""
-        hint = " (a prompt that begins with a dash goes behind --)" if " -" in message else ""
-        self.exit(BAD_INPUT, f"error: {message}{hint}; --help lists the options\n")
 
 
 def parser() -> Parser:
@@ -63,7 +55,6 @@ def parser() -> Parser:
     ap.add_argument("--no-thinking", action="store_true", help="with --chat, answer at once")
     option("--thinking-budget", int, "N", None, "with --chat, thoughts end after N tokens")
     ap.add_argument("--hide-thinking", action="store_true", help="do not show thoughts on stderr")
-    option("--model", str, "M", None, "a checkpoint directory or a hub name (default: built-in)")
     limit = f"at most N tokens (default: {default.max_tokens}; in a conversation, none)"
     option("--max-tokens", int, "N", None, limit)
     own = "default: the model's own, else"
@@ -94,32 +85,13 @@ def parser() -> Parser:
     option("--regex", str, "R", None, "the whole text matches R")
     option("--seed", int, "S", None, "the same seed gives the same text (default: a fresh one)")
     ap.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
-    for name, values, text in (
-        ("--weights", list(KINDS), "how matrices are kept in memory"),
-        ("--kv-cache", KV_CACHES, "how K and V are kept: in place, in blocks, or as the baseline"),
-        ("--kv-dtype", list(KV_DTYPES), "f16: K and V in half the bytes, if basic or paged"),
-        ("--backend", BACKENDS, "compiled kernels, or the reference in plain NumPy"),
-    ):
-        ap.add_argument(
-            name, choices=values, default=values[0], help=f"{text} (default: %(default)s)"
-        )
-    option("--kv-block-rows", int, "N", None, "rows of a paged block (default: 16)")
-    option("--kv-max-blocks", int, "N", None, "paged blocks (default: what the context needs)")
     option("--save-cache", Path, "F", None, "write the tokens and their K and V to F afterwards")
     option("--load-cache", Path, "F", None, "continue from F, or reuse what PROMPT shares with it")
-    option(
-        "--lookup",
-        int,
-        "N",
-        0,
-        "guess up to N tokens where the text repeats itself: the same text, sooner (default: 0)",
-    )
-    option("--threads", int, "N", None, "threads to compute with (default: one a core)")
-    option("--context", int, "N", None, "most tokens, prompt and text (default: the model's)")
     ap.add_argument("--profile", action="store_true", help="show what the time went into")
     option("--trace", Path, "F", None, "write a Chrome trace of the run to F")
     option("--steps", Path, "F", None, "write a CSV table to F, a row a step")
     ap.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_model_options(ap)
     return ap
 
 
@@ -158,18 +130,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} is for --chat")
     thinking = {"enable_thinking": False} if args.no_thinking else {}
     check_outputs(args)
-    llm = LLM(
-        args.model,
-        weights=args.weights,
-        kv_cache=args.kv_cache,
-        kv_dtype=args.kv_dtype,
-        kv_block_rows=args.kv_block_rows,
-        kv_max_blocks=args.kv_max_blocks,
-        backend=args.backend,
-        threads=args.threads,
-        context=args.context,
-        lookup=args.lookup,
-    )
+    llm = open_model(args)
     session = llm.load_cache(args.load_cache) if args.load_cache else llm.new_session()
     wanted = args.profile or args.trace is not None or args.steps is not None
     params = replace(llm.default_params, **given)

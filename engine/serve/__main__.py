@@ -20,12 +20,9 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
 try:
     import uvicorn
 
-    from engine.cache import KV_DTYPES
     from engine.checks import check_size
-    from engine.llm import LLM
-    from engine.loading.weights import KINDS
+    from engine.options import Parser, add_model_options, open_model
     from engine.params import check
-    from engine.run import Parser
     from engine.serve.server import Limits, create_app
     from engine.serve.service import Service
 except ValueError as e:  # an environment variable that says what this processor cannot do
@@ -54,7 +51,6 @@ def parser() -> Parser:
         shown = "" if value is None else " (default: %(default)s)"
         ap.add_argument(name, type=kind, metavar=letter, default=value, help=text + shown)
 
-    option("--model", str, "M", None, "a checkpoint directory or a hub name (default: built-in)")
     option("--alias", str, "NAME", None, "what clients are told it is called (default: as M ends)")
     option("--host", str, "H", "127.0.0.1", "the address to listen at")
     option("--port", int, "P", 8000, "the port; 0: any that is free")
@@ -71,17 +67,7 @@ def parser() -> Parser:
     option("--max-body-bytes", int, "N", limits.body_bytes, "the largest request")
     option("--request-timeout", float, "S", limits.seconds, "seconds that a request may take")
     option("--drain-timeout", float, "S", DRAIN, "seconds that requests have to end, on SIGTERM")
-    for name, values, text in (
-        ("--weights", list(KINDS), "how matrices are kept in memory"),
-        ("--kv-dtype", list(KV_DTYPES), "f16: K and V in half the bytes"),
-    ):
-        ap.add_argument(
-            name, choices=values, default=values[0], help=f"{text} (default: %(default)s)"
-        )
-    option("--kv-block-rows", int, "N", None, "rows of a block of K and V (default: 16)")
-    option("--kv-max-blocks", int, "N", None, "blocks of all requests (default: for one context)")
-    option("--threads", int, "N", None, "threads to compute with (default: one a core)")
-    option("--context", int, "N", None, "most tokens, prompt and text (default: the model's)")
+    add_model_options(ap, blocks_only=True)
     return ap
 
 
@@ -105,16 +91,7 @@ def serve(args: argparse.Namespace) -> int:
         warning = f"warning: whoever reaches {args.host} may use the server: there is no --api-key"
         print(warning, file=sys.stderr)
     with listening(args.host, args.port) as sock:  # said before a model is loaded
-        llm = LLM(
-            args.model,
-            weights=args.weights,
-            kv_cache="paged",
-            kv_dtype=args.kv_dtype,
-            kv_block_rows=args.kv_block_rows,
-            kv_max_blocks=args.kv_max_blocks,
-            threads=args.threads,
-            context=args.context,
-        )
+        llm = open_model(args)
         service = Service(llm, max_running=args.max_running, max_queued=args.max_queued)
         try:
             app = create_app(

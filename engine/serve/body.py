@@ -11,23 +11,23 @@ from engine.serve.errors import wrong
 KINDS = {bool: "true or false", str: "a text", dict: "an object", list: "a list"}
 
 
-def parsed(raw: bytes) -> dict[str, Any]:
-    """The object that a body holds; 400 for whatever else it is."""
+def parsed(raw: bytes, what: str = "the body") -> dict[str, Any]:
+    """The object that a body holds; 400 for whatever else it is. `what`: how it is called there."""
     try:
         body = json.loads(raw, parse_constant=refuse_constant)
         if b"\\u" in raw:  # only so can half a character be spelled: UTF-8 has none
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
         half = e.object[e.start]
-        raise wrong(f"the body is not valid Unicode: it has {half!r}, a lone surrogate") from None
+        raise wrong(f"{what} is not valid Unicode: it has {half!r}, a lone surrogate") from None
     except UnicodeDecodeError as e:
-        raise wrong(f"the body is not UTF-8 text (byte {e.start})") from None
+        raise wrong(f"{what} is not UTF-8 text (byte {e.start})") from None
     except RecursionError:
-        raise wrong("the body is nested too deeply") from None
+        raise wrong(f"{what} is nested too deeply") from None
     except ValueError as e:  # JSONDecodeError is one; so is a number of thousands of digits
-        raise wrong(f"the body is not valid JSON: {str(e).partition(';')[0]}") from None
+        raise wrong(f"{what} is not valid JSON: {str(e).partition(';')[0]}") from None
     if not isinstance(body, dict):
-        raise wrong(f"the body is {show(body)}; a JSON object is needed")
+        raise wrong(f"{what} is {show(body)}; a JSON object is needed")
     return body
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi.responses import JSONResponse
-
 
 class ApiError(Exception):
     """An HTTP status and a message of one line, which the client is told."""
@@ -26,9 +24,6 @@ class ApiError(Exception):
     def body(self) -> dict:
         about = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": about}
-
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, self.headers)
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -1,4 +1,4 @@
-"""Who may ask: the key, and pages of other sites."""
+"""Who may ask: the key, and pages of other sites; and how those are answered who may not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.serve.errors import ApiError
@@ -24,7 +25,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (refusal.response() if refusal else self._app)(scope, receive, send)
+        await (response_of(refusal) if refusal else self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -47,3 +48,7 @@ class Guard:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def response_of(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers)

@@ -12,6 +12,7 @@ from starlette.types import Receive
 
 from engine.serve.errors import busy, failed, stopping, timed_out, wrong
 from engine.serve.protocol import Call
+from engine.serve.replies import usage_of
 from engine.serve.scheduler import Event
 from engine.serve.service import Draining, QueueFull, Service, Ticket
 
@@ -121,13 +122,4 @@ class Job:
         self._events.put_nowait(None)
 
     def usage(self) -> dict:
-        """Tokens of all that was asked for; a prompt of several samples counts once."""
-        firsts = self.requests[:: self._call.params.n]
-        n_prompt = sum(len(prompt) for prompt in self._call.prompts)
-        cached = sum(request.completion.metrics.cached_tokens for request in firsts)
-        return {
-            "prompt_tokens": n_prompt,
-            "completion_tokens": self._n_tokens,
-            "total_tokens": n_prompt + self._n_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return usage_of(self._call, self.requests, self._n_tokens)

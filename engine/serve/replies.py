@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 
 from engine.serve.protocol import Call
 from engine.serve.scheduler import Event
+from engine.serve.service import Ticket
 from engine.serve.tokens import Tokens
 from engine.serve.tools import ToolCall
 
@@ -177,3 +179,17 @@ class Reply:
 
     def whole(self, usage: dict) -> dict:
         return self._about | {"choices": [c.whole() for c in self.choices], "usage": usage}
+
+
+def usage_of(call: Call, tickets: Sequence[Ticket], n_tokens: int) -> dict:
+    """What all samples of a call took; a prompt of several samples counts once."""
+    firsts = tickets[:: call.params.n]
+    n_prompt = sum(len(prompt) for prompt in call.prompts)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_tokens,
+        "total_tokens": n_prompt + n_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(ticket.completion.metrics.cached_tokens for ticket in firsts)
+        },
+    }

@@ -21,7 +21,7 @@ from engine.config import show
 from engine.llm import LLM
 from engine.serve.body import field, needed, parsed
 from engine.serve.errors import ApiError, failed, wrong
-from engine.serve.guard import Guard
+from engine.serve.guard import Guard, response_of
 from engine.serve.job import Disconnected, Job
 from engine.serve.metrics import ServerMetrics
 from engine.serve.protocol import Call, chat_call, completion_call
@@ -260,19 +260,20 @@ def add_error_handlers(app: FastAPI) -> None:
     """OpenAI's error object for everything that goes wrong."""
 
     async def refused(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return response_of(error)
 
     async def unknown(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
         code = "unknown_url" if error.status_code == 404 else None
         message = f"{where}: {str(error.detail).lower()}"
-        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+        told = ApiError(error.status_code, message, code=code, headers=error.headers)
+        return response_of(told)
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=GONE)
 
     async def broken(request: Request, error: Exception) -> Response:
-        return failed(None).response()  # uvicorn writes the traceback to its log
+        return response_of(failed(None))  # uvicorn writes the traceback to its log
 
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(HTTPException, unknown)
