@@ -47,6 +47,8 @@ class Decoding:
         self.token_ids: list[int] = []
         self.logprobs: list | None = None if params.logprobs is None else []
         self.finish_reason: str | None = "length" if limit == 0 else None
+        if grammar and grammar.is_finished:  # only an empty text satisfies it
+            self.finish_reason = "stop"
         self._claim = session.claim()
         metrics.prompt_tokens, metrics.cached_tokens = len(session.ids), session.cache.seq_len(0)
         self._vocab_size = vocab_size
@@ -55,6 +57,8 @@ class Decoding:
         self._budget, self._grammar = budget, grammar
         self._forced = budget.begin() if budget else []  # ids that come next, whatever the logits
         self._expected: list[int] = []  # the ids behind the known ones in the run under way
+        self._n_guesses = 0  # of them; the others are forced
+        self._came: list[bool] = []  # which of the last step's tokens had been guessed
         self._since: float | None = None  # when the forward under way began
 
     def held(self) -> AbstractContextManager:
@@ -77,9 +81,14 @@ class Decoding:
         start = cache.seq_len(0)
         is_prompt = start < self.session.n_prompt
         stop = min(start + most, self.session.n_prompt if is_prompt else len(ids))
-        self._expected = []
+        self._expected, self._n_guesses = [], 0
         if not is_prompt and stop == len(ids):
-            self._expected = self._guesses(min(most - (stop - start), self._n_left - 1))
+            room = max(min(most - (stop - start), self._n_left - 1), 0)
+            if self._forced:
+                self._expected = self._forced[:room]
+            elif self._lookup:
+                self._expected = self._lookup.guess(room)
+                self._n_guesses = len(self._expected)
         run_ids = np.array(ids[start:stop] + self._expected, np.int64)
         n_logits = 1 + len(self._expected) if stop == len(ids) else 0
         if self.profile:
@@ -95,40 +104,39 @@ class Decoding:
         if not len(logits):
             return []
         self.metrics.forward_took(self._since)
-        self._since, taken = None, []
+        self._since, self._came, taken = None, [], []
         with timed(self.profile, "sample"), self.held():
-            for row, known in enumerate(logits):
-                token = self._choose(known)
-                self._append(token)
-                taken.append(token)
-                is_expected = row < len(self._expected) and token == self._expected[row]
-                if self.finish_reason or not is_expected:
-                    break
-            self._drop_rows()
-        if self._lookup and self._expected:
-            self._lookup.learn(len(self._expected), len(taken) - 1)
-            self.metrics.guessed_tokens += len(self._expected)
-            self.metrics.accepted_tokens += len(taken) - 1
+            try:
+                for row, known in enumerate(logits):
+                    taken.append(self._choose(known))
+                    self._append(taken[-1])
+                    if self.finish_reason or taken[row:] != self._expected[row : row + 1]:
+                        break
+            finally:  # an interrupted session is one that goes on
+                self.drop_rows()
+        if self._n_guesses:
+            pairs = zip(taken, [*self._expected, None], strict=False)
+            self._came = [token == guess for token, guess in pairs]
+            self._lookup.learn(self._n_guesses, sum(self._came))
+            self.metrics.guessed_tokens += self._n_guesses
+            self.metrics.accepted_tokens += sum(self._came)
         return taken
 
     def stop_before(self, n: int) -> None:
-        """The text has ended: the last `n` tokens are no part of it."""
+        """The text has ended: the last `n` tokens, all of the last step, are no part of it."""
         self.finish_reason = "stop"
         if n:
             with self.held():
                 del self.session.ids[-n:], self.token_ids[-n:]
                 if self.logprobs is not None:
                     del self.logprobs[-n:]
-                self._drop_rows()
+                self.drop_rows()
+            self.metrics.tokens_dropped(n)
+            self.metrics.accepted_tokens -= sum(self._came[-n:])
 
     @property
     def _n_left(self) -> int:
         return self.limit - len(self.token_ids)
-
-    def _guesses(self, most: int) -> list[int]:
-        if self._forced:
-            return self._forced[: max(most, 0)]
-        return self._lookup.guess(most) if self._lookup else []
 
     def _choose(self, logits: np.ndarray) -> int:
         known = logits[: self._vocab_size]
@@ -164,8 +172,8 @@ class Decoding:
         elif self._n_left == 0:
             self.finish_reason = "length"
 
-    def _drop_rows(self) -> None:
-        """Rows of guesses that did not come. The last token never has one."""
+    def drop_rows(self) -> None:
+        """Forget rows of guesses that did not come. The last token never has one."""
         cache, n = self.session.cache, len(self.session.ids) - 1
         if cache.seq_len(0) > n:
             cache.truncate(n)

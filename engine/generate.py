@@ -60,7 +60,11 @@ def steps(model, decoding: Decoding) -> Iterator[list[int]]:
             if run.n_logits > len(logits):
                 logits = model.new_logits(run.n_logits)
             known = logits[: run.n_logits]
-            model.forward([run], known, decoding.profile)
+            try:
+                model.forward([run], known, decoding.profile)
+            except BaseException:
+                decoding.drop_rows()
+                raise
         bar.update(len(run.ids))
         if tokens := decoding.take(known):
             bar.close()

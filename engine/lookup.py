@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LENGTHS = 4, 3, 2  # tokens that have to be the same, the longest first
+FIRST = 4  # guesses, before anything is known of how many come
 PATIENCE = 64  # tokens without a guess, at most, after guesses that did not come
 
 
@@ -18,10 +19,10 @@ class Lookup:
 
     def __init__(self, most: int, ids: Iterable[int]):
         """`most` guesses at a time."""
-        self._most, self._n = most, most
+        self._most, self._n = most, min(FIRST, most)
         self._ids: list[int] = []
         self._behind: dict[tuple[int, ...], int] = {}  # some ids -> the place behind them, the last
-        self._wait, self._misses = 0, 0
+        self._wait, self._pause = 0, 1  # tokens until the next guess; how long the last wait was
         for token in ids:
             self.append(token)
 
@@ -35,21 +36,22 @@ class Lookup:
         self._wait = max(self._wait - 1, 0)
 
     def guess(self, most: int) -> list[int]:
-        """Ids that may come next, at most `most`: none where nothing is known."""
+        """Ids that may come next, at most `most`: none where nothing is known.
+
+        Behind the last known id what was found begins again: a text that repeats itself goes on.
+        """
         most = min(most, self._n)
         if self._wait or most <= 0:
             return []
         for length in LENGTHS:
             place = self._behind.get(tuple(self._ids[-length:]))
-            if place is not None and len(self._ids) >= length:
-                return self._ids[place : place + most]
+            if place is not None:
+                found = self._ids[place : place + most]
+                return [found[i % len(found)] for i in range(most)]
         return []
 
     def learn(self, guessed: int, came: int) -> None:
         """Of the last guesses so many came: guess more or fewer, or not at all for a while."""
-        if came == guessed:
-            self._n = min(2 * self._n, self._most)
-        else:
-            self._n = max(came + 1, 2)
-        self._misses = 0 if came else self._misses + 1
-        self._wait = min(2**self._misses, PATIENCE) if self._misses > 1 else 0
+        self._n = min(2 * self._n if came == guessed else max(came + 1, 2), self._most)
+        self._pause = 1 if came else min(2 * self._pause, PATIENCE)
+        self._wait = self._pause if self._pause > 2 else 0  # one wrong guess is nothing yet

@@ -17,7 +17,7 @@ class Metrics:
         self.prompt_tokens = 0  # ids that stood before the first new one
         self.cached_tokens = 0  # those of them whose K and V were there already
         self.guessed_tokens = 0  # by lookup.py
-        self.accepted_tokens = 0  # those of them that came
+        self.accepted_tokens = 0  # those of them that came, and are in the output
 
     def forward_took(self, since: float) -> None:
         """A forward that began at `since` (of `now`) has ended."""
@@ -25,6 +25,10 @@ class Metrics:
 
     def token_came(self) -> None:
         self._token_times.append(self._clock())
+
+    def tokens_dropped(self, n: int) -> None:
+        """The last `n` tokens are no part of the text."""
+        del self._token_times[-n:]
 
     def now(self) -> float:
         return self._clock()

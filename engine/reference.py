@@ -38,12 +38,19 @@ class NumpyModel:
     ) -> None:
         """Run tokens of some sequences, each behind the rows of its cache, and append their rows.
 
-        `logits` receives those of each run's last n_logits tokens, in order.
+        `logits` receives those of each run's last n_logits tokens, in order. Generated tokens are
+        run one by one: the bits of NumPy's products depend on how many there are.
         """
         given = 0
         for run in runs:
-            self._forward(run, logits[given : given + run.n_logits], profile)
-            given += run.n_logits
+            n = len(run.ids)
+            each = n if run.is_prompt else 1
+            for start in range(0, n, each):
+                ids = run.ids[start : start + each]
+                n_logits = run.n_logits if run.is_prompt else int(start >= n - run.n_logits)
+                part = run._replace(ids=ids, n_logits=n_logits)
+                self._forward(part, logits[given : given + n_logits], profile)
+                given += n_logits
 
     def _forward(self, run: Run, logits: np.ndarray, profile: Profile | None) -> None:
         ids, cache, start = run.ids, run.cache, run.cache.seq_len(0)

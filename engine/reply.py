@@ -77,6 +77,8 @@ class Reply:
         if self._stream is None:
             return []
         rest = self._before_stop(self._stream.flush()) + self._stops.flush()
+        if self._stops.found is not None:  # it ends with what was no whole character
+            self._decoding.stop_before(0)
         return self._kept(self._split(rest, True))
 
     def _before_stop(self, text: str) -> str:

@@ -18,7 +18,7 @@ from engine.profiler import Profile
 from engine.reply import Reply
 from engine.sampler import SamplingParams
 from engine.session import Session
-from engine.thinking import CLOSE, ThinkingBudget, ThinkingSplitter
+from engine.thinking import CLOSE, ThinkingBudget, ThinkingSplitter, tag_ids
 from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -99,10 +99,12 @@ class Requests:
         size, eos_ids = self.config.vocab_size, self.eos_ids
         budget, after = None, None
         if splitter is not None:
-            if params.thinking_budget is not None:
+            # Constrained replies have thoughts only where the prompt begins them.
+            may_think = splitter.opened or (params.json_schema is None and params.regex is None)
+            if params.thinking_budget is not None and may_think:
                 budget = ThinkingBudget(params.thinking_budget, self.tokenizer, splitter.opened)
             if splitter.opened:  # what is constrained is the answer
-                after = tuple(self.tokenizer.encode(CLOSE))
+                after = tuple(tag_ids(self.tokenizer, CLOSE))
         decoding = Decoding(
             size,
             session,

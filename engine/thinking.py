@@ -5,7 +5,6 @@ from __future__ import annotations
 from engine.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
-CLOSING = f"\n{CLOSE}\n\n"  # as Qwen3 writes it
 
 
 def split_thinking(text: str, opened: bool = False) -> tuple[str | None, str]:
@@ -67,15 +66,28 @@ class ThinkingSplitter:
         return [(self._kind, text)] if text else []
 
 
+def tag_ids(tokenizer: Tokenizer, tag: str) -> list[int]:
+    """A tag's ids: its own token's, else those that spell it."""
+    own = tokenizer.added_ids.get(tag)
+    return tokenizer.encode_plain(tag) if own is None else [own]
+
+
+def closing_ids(tokenizer: Tokenizer) -> list[int]:
+    """What ends thoughts, as Qwen3 writes it. The tag's ids are those of `tag_ids`, also where the
+    tokenizer would rather join its last characters to the newlines."""
+    before, after = tokenizer.encode_plain("\n"), tokenizer.encode_plain("\n\n")
+    return before + tag_ids(tokenizer, CLOSE) + after
+
+
 class ThinkingBudget:
     """Counts the tokens of a reply's first block of thoughts."""
 
     def __init__(self, n: int, tokenizer: Tokenizer, opened: bool):
         """`n` tokens at most. `opened`: the block has begun in the prompt."""
         self._left, self._open = n, opened
-        self._begin, self._end = tokenizer.encode(OPEN), tokenizer.encode(CLOSE)
-        self._closing = tokenizer.encode(CLOSING)
-        self._ids: list[int] = []  # of the reply
+        self._bytes_of = tokenizer.bytes_of
+        self._closing = closing_ids(tokenizer)
+        self._text = b""  # of the reply, as much as may be a tag or become one
         self._over = False
 
     def begin(self) -> list[int]:
@@ -86,15 +98,17 @@ class ThinkingBudget:
         """A token has come: the ids that have to follow it, none as a rule."""
         if self._over:
             return []
-        self._ids.append(token)
-        if not self._open:
-            self._open = self._ids[-len(self._begin) :] == self._begin
-            # a block that does not begin a reply is none
-            self._over = not self._open and len(self._ids) > len(self._begin)
-        elif self._ids[-len(self._end) :] == self._end:
-            self._over = True
-        else:
+        self._text += self._bytes_of(token)
+        if self._open:
             self._left -= 1
+        else:
+            self._text = self._text.lstrip(b"\n")
+            self._open = self._text.startswith(OPEN.encode())
+            # a block that does not begin a reply is none
+            self._over = not self._open and not OPEN.encode().startswith(self._text)
+        if self._open:
+            self._over = CLOSE.encode() in self._text
+            self._text = self._text[1 - len(CLOSE) :]
         return self._close() if self._open and not self._over and self._left <= 0 else []
 
     def _close(self) -> list[int]:
