@@ -153,15 +153,15 @@ class LLM:
         tokens are continued. With `profile`, the completion's `profile` says what each step spent
         its time on (profiler.py), and several prompts run one after another.
         """
-        params, many = self.requests.params_of(params), prompt is not None and is_many(prompt)
+        n, many = self.requests.params_of(params).n, prompt is not None and is_many(prompt)
         prompts = [self.requests.ids_of(one) for one in prompt] if many else [prompt]
-        if not many and params.n == 1:
+        if not many and n == 1:
             return self._finish(self._start(prompt, params, session, profile), session is None)
         if session is not None:
-            samples = f"{len(prompts) * params.n} completions"
+            samples = f"{len(prompts) * n} completions"
             raise ValueError(f"{samples} cannot share a session; ask for them singly")
-        if profile and params.n > 1:
-            raise ValueError(f"profile is of one completion; n is {params.n}")
+        if profile and n > 1:
+            raise ValueError(f"profile is of one completion; n is {n}")
         if profile:
             return [self._finish(self._start(one, params, None, True), True) for one in prompts]
         found = self._together([(self.requests.ids_of(one), None) for one in prompts], params)
@@ -320,21 +320,22 @@ class LLM:
         )
 
     def _together(
-        self, prompts: Sequence[tuple[list[int], ThinkingSplitter | None]], params: SamplingParams
+        self,
+        prompts: Sequence[tuple[list[int], ThinkingSplitter | None]],
+        params: SamplingParams | None,
     ) -> list[Completion] | list[list[Completion]]:
         """All prompts as one batch: for each its completion, or a list of params.n."""
-        limits = [self.requests.limit(len(ids), params, self._caches.pool) for ids, _ in prompts]
-        longest = [len(ids) + limit for (ids, _), limit in zip(prompts, limits, strict=True)]
-        pool = self._caches.new_pool([n for n in longest for _ in range(params.n)])
+        each = [(ids, splitter, self.requests.params_of(params)) for ids, splitter in prompts]
+        n, room = each[0][2].n, self._caches.pool
+        longest = [len(ids) + self.requests.limit(len(ids), own, room) for ids, _, own in each]
+        pool = self._caches.new_pool([rows for rows in longest for _ in range(n)])
         requests = [
-            self.requests.in_pool(pool, ids, params, splitter and splitter.copy(), sample)
-            for ids, splitter in prompts
-            for sample in range(params.n)
+            self.requests.in_pool(pool, ids, own, splitter and splitter.copy(), sample)
+            for ids, splitter, own in each  # where no seed is set, each has its own
+            for sample in range(n)
         ]
         done = run_all(Scheduler(self._model, pool), [Request(*one) for one in requests])
-        if params.n == 1:
-            return done
-        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+        return done if n == 1 else [done[i : i + n] for i in range(0, len(done), n)]
 
     def new_scheduler(self, max_running: int = 16) -> Scheduler:
         """One for requests that come one by one, at most `max_running` of them in a step."""
