@@ -61,7 +61,7 @@ class Service:
     """Runs requests of one LLM together. Safe to use from any thread."""
 
     def __init__(self, llm: LLM, *, max_running: int = 16, max_queued: int = 64):
-        """At most `max_running` requests in a step, and `max_queued` that wait."""
+        """At most `max_running` requests in a step, and `max_queued` more that wait."""
         self.llm, self.max_queued = llm, max_queued
         self._scheduler = llm.new_scheduler(max_running)
         self._listeners: dict[Request, Listener] = {}
@@ -95,9 +95,11 @@ class Service:
         with self._change:
             if self._draining:
                 raise Draining("the server is shutting down")
-            n = len(self._new) + len(self._scheduler.waiting)
-            if n >= self.max_queued:
-                raise QueueFull(f"{n} requests wait, and no more than {self.max_queued} may")
+            # not by the scheduler's lists: how many of a burst fit in must not depend on its pace
+            n = len(self._listeners)
+            most = self._scheduler.max_running + self.max_queued
+            if n >= most:
+                raise QueueFull(f"{n} requests run or wait, and no more than {most} may")
             self._listeners[request] = listener
             self._new.append(request)
             self._change.notify_all()
@@ -153,7 +155,13 @@ class Service:
                 self._tell(request, scheduler.end(request, "cancelled"))
             if closed:
                 return
-            for request, event in scheduler.step():
+            try:
+                events = scheduler.step()
+            except Exception as e:  # of the engine itself: nobody is left to wait for ever
+                with self._change:
+                    begun = self._listeners.keys() - set(self._new)
+                events = [(request, scheduler.fail(request, e)) for request in begun]
+            for request, event in events:
                 self._tell(request, event)
 
     def _has_work(self) -> bool:
@@ -163,14 +171,16 @@ class Service:
         """Let the listener know; None: the request had ended, and it knows."""
         if event is None:
             return
-        listener = self._listeners[request]
-        if event.finish_reason is not None:
+        ended = event.finish_reason is not None
+        if ended:
             with self._change:
                 self._finished[event.finish_reason] += 1
+        try:
+            self._listeners[request](event)
+        except Exception:  # whoever listened has gone: nobody waits for the rest
+            if not ended:
+                self._tell(request, self._scheduler.end(request, "cancelled"))
+        if ended:  # and the listener knows: whoever drains may leave now
+            with self._change:
                 del self._listeners[request]
                 self._change.notify_all()
-        try:
-            listener(event)
-        except Exception:  # whoever listened has gone: nobody waits for the rest
-            if event.finish_reason is None:
-                self._tell(request, self._scheduler.end(request, "cancelled"))
