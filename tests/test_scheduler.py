@@ -30,7 +30,7 @@ from engine.decoding import Decoding
 from engine.metrics import Metrics
 from engine.reply import Reply
 from engine.serve import scheduler as module
-from engine.serve.scheduler import Request, Scheduler
+from engine.serve.scheduler import Request, Scheduler, run_all
 from engine.session import Session
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -211,6 +211,19 @@ def test_the_same_prompt_twice_in_a_list(opened):
         wanted,
     ]
     assert [one.metrics.cached_tokens for one in done] == [0, 96, 48, 96]
+
+
+def test_samples_share_a_prompt(opened):
+    """A prompt that is read once for every sample."""
+    llm, prompts = opened(), random_prompts([70, 8])
+    params = SamplingParams(max_tokens=9, n=3, seed=5, ignore_eos=True)
+    with recorded(llm._model) as recorder:
+        found = llm.generate(prompts[0], params)
+    assert sum(recorder.sizes) == 70 + 2 * 6 + 3 * 8
+    assert [done.metrics.cached_tokens for done in found] == [0, 64, 64]
+    assert len({tuple(done.token_ids) for done in found}) == 3
+    again = llm.generate(prompts[::-1], params)[1]
+    assert [done.token_ids for done in again] == [done.token_ids for done in found]
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
@@ -785,6 +798,21 @@ def test_a_list_ends_with_its_first_error(opened, monkeypatch):
     with pytest.raises(ValueError, match="not finite"):
         llm.generate(random_prompts([20, 40]), GREEDY)
     assert calls == [2, 2]
+
+
+def test_a_scheduler_after_a_list_that_failed(opened, monkeypatch):
+    """Those that had not failed go on, or keep their blocks, though nobody waits for them."""
+    llm = opened()
+    scheduler = llm.new_scheduler(max_running=1)
+    wanted = [(ids, GREEDY) for ids in random_prompts([20, 40])]
+    with monkeypatch.context() as patch:
+        failing(llm._model, patch, MemoryError("no"), 2)
+        with pytest.raises(MemoryError):
+            run_all(scheduler, [request(llm, scheduler, *one) for one in wanted])
+    assert scheduler.is_idle
+    check_given_back(scheduler)
+    done = run_all(scheduler, [request(llm, scheduler, *one) for one in wanted])
+    assert [one.token_ids for one in done] == [llm.generate(*one).token_ids for one in wanted]
 
 
 @pytest.mark.parametrize(

@@ -294,12 +294,15 @@ class Scheduler:
 
 
 def run_all(scheduler: Scheduler, requests: Sequence[Request]) -> list[Completion]:
-    """Run `requests` to their end, or until one of them fails: raises what it raised."""
+    """Run `requests` to their end, or until one of them fails: raises what it raised, and all have
+    ended."""
     for request in requests:
         scheduler.add(request)
     while not scheduler.is_idle:
         error = next((event.error for _, event in scheduler.step() if event.error), None)
         if error:
+            for request in requests:
+                scheduler.end(request, "cancelled")
             clear_frames(error.__traceback__)  # they hold the pool, and this error
             try:
                 raise error
