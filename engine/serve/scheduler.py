@@ -196,7 +196,8 @@ class Scheduler:
             left = min(left, MIXED_TOKENS)
         # Several prompts go on side by side, so that a short one does not wait for a long one.
         shortest = min((r.decoding.n_missing for r in reading), default=0)
-        share = left if len(reading) == 1 else max(shortest, LEAST_SHARE)
+        even = max(left // max(len(reading), 1), 1)
+        share = left if len(reading) == 1 else min(max(shortest, LEAST_SHARE), even)
         for request in reading:
             n = min(share, left, request.decoding.n_missing)
             if n:
