@@ -186,7 +186,7 @@ def test_several_prompts_cannot_share_a_session(path):
     llm.generate(IDS[:5], greedy(2), session)
     before = list(session.ids)
     for prompts in ([[1, 2], [3]], [[1, 2]]):
-        with pytest.raises(ValueError, match=f"{len(prompts)} prompts cannot share a session"):
+        with pytest.raises(ValueError, match=f"{len(prompts)} completions cannot share a session"):
             llm.generate(prompts, greedy(2), session)
     assert session.ids == before and session.cache.seq_len(0) == 6
 
