@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         check_conversation(args)
     prompt = None if converse else prompt_of(args)
     for name in ("system", "no_thinking", "thinking_budget"):
-        if vars(args)[name] not in (None, False) and not args.chat:
+        if vars(args)[name] is not None and vars(args)[name] is not False and not args.chat:
             raise ValueError(f"--{name.replace('_', '-')} is for --chat")
     thinking = {"enable_thinking": False} if args.no_thinking else {}
     check_outputs(args)

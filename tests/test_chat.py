@@ -14,7 +14,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.chat import THOUGHTS, ChatTemplate
-from engine.thinking import ThinkingSplitter, split_thinking
 from engine.tokenizer import RARE, Tokenizer
 
 REPO = Path(__file__).resolve().parent.parent
@@ -589,97 +588,3 @@ def test_malformed_template_file(tmp_path, raw, reason):
     message = refusal(ChatTemplate.from_dir, tmp_path)
     assert message.startswith(f"{file}: ")
     assert reason in message
-
-
-# --- thoughts and answers ---
-
-
-@pytest.mark.parametrize(
-    ("text", "opened", "parts"),
-    [
-        ("", False, (None, "")),
-        ("Hi\n", False, (None, "Hi\n")),
-        ("\n\nHi", False, (None, "\n\nHi")),
-        ("<think>\nhm\n</think>\n\nHi\n", False, ("hm", "Hi\n")),
-        ("\n<think>a\n\nb\n\n</think>Hi", False, ("a\n\nb", "Hi")),
-        ("<think>\n\n</think>\n\nHi", False, (None, "Hi")),
-        ("<think></think>", False, (None, "")),
-        ("<think>\nhm\n", False, ("hm", "")),
-        ("<think>\nhm\n</thin", False, ("hm\n</thin", "")),
-        (
-            "<think>hm</ think></think>a</think><think>b</think>",
-            False,
-            ("hm</ think>", "a</think><think>b</think>"),
-        ),
-        ("Hi <think>a</think>", False, (None, "Hi <think>a</think>")),
-        ("a</think>b", False, (None, "a</think>b")),
-        ("<thin", False, (None, "<thin")),
-        ("\n<thin", False, (None, "\n<thin")),
-        ("<thinking>", False, (None, "<thinking>")),
-        ("\nhm\n</think>\n\nHi", True, ("hm", "Hi")),
-        ("<think>\nhm</think>Hi", True, ("hm", "Hi")),
-        ("hm", True, ("hm", "")),
-        ("</think>Hi", True, (None, "Hi")),
-        ("\n<thin", True, ("<thin", "")),
-        ("", True, (None, "")),
-    ],
-)
-def test_split_thinking(text, opened, parts):
-    """A reader is shown tags, thoughts as an answer, or an answer as thoughts."""
-    assert split_thinking(text, opened) == parts
-
-
-def split_by_pattern(text: str, opened: bool) -> tuple[str | None, str]:
-    """`split_thinking` in one regular expression."""
-    begin = r"\n*(?:<think>)?" if opened else r"\n*<think>"
-    match = re.fullmatch(begin + r"\n*(.*?)\n*(?:</think>\n*(.*)|\Z)", text, re.DOTALL)
-    return (match[1] or None, match[2] or "") if match else (None, text)
-
-
-REPLIES = st.lists(
-    st.sampled_from(["<think>", "</think>", "<", "</", "think>", ">", "\n", "\n\n", "a", "é b"])
-).map("".join)
-
-
-@settings(max_examples=500, deadline=None)
-@given(REPLIES, st.booleans(), st.data())
-def test_pieces_of_a_reply(text, opened, data):
-    """A tag or a newline at the edge of a piece is shown, lost or taken for the other kind."""
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
-    splitter = ThinkingSplitter(opened)
-    pieces = []
-    for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        pieces += splitter.push(text[start:stop])
-    pieces += splitter.flush()
-    assert all(piece for _, piece in pieces)
-    assert [kind for kind, _ in pieces] == sorted((kind for kind, _ in pieces), reverse=True)
-    parts = {kind: "".join(p for k, p in pieces if k == kind) for kind in ("reasoning", "answer")}
-    whole = (parts["reasoning"] or None, parts["answer"])
-    assert whole == split_thinking(text, opened) == split_by_pattern(text, opened)
-
-
-def test_pieces_are_never_late():
-    """A reader waits for text that could be shown already."""
-    splitter = ThinkingSplitter()
-    pushed = [
-        "\n",
-        "<thi",
-        "nk>\n",
-        "\nI",
-        "f a <",
-        " b",
-        "\n",
-        "\nc</thin",
-        "g",
-        "\n</think>",
-        "\n",
-        "\nHi",
-        "\n",
-    ]
-    assert [splitter.push(piece) for piece in pushed] == [
-        *([], [], [], [("reasoning", "I")], [("reasoning", "f a ")], [("reasoning", "< b")], []),
-        *([("reasoning", "\n\nc")], [("reasoning", "</thing")], [], [], [("answer", "Hi")]),
-        [("answer", "\n")],
-    ]
-    assert splitter.flush() == []
-    assert ThinkingSplitter().push("H") == [("answer", "H")]
