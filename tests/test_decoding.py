@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from scripted import finish, ids_of_rows, request, script
 import engine
 from engine import LLM, SamplingParams
 from engine.grammar import Grammar
+from engine.run import main
 from engine.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_dir(Path(engine.__file__).parent / "assets")
@@ -390,3 +392,20 @@ def test_max_tokens_cuts_a_constrained_text(llms):
         cut = llm.generate("x", SamplingParams(max_tokens=n - 1, **params))
         assert cut.finish_reason == "length" and "abcabcabc".startswith(cut.text)
         assert len(cut.text) < 9
+
+
+# --- as the README shows it ---
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+@pytest.mark.skipif(not README.exists(), reason="needs the repository")
+def test_the_readme_shows_what_is_printed(capsys):
+    """Commands that do not work, or an output that nobody has seen."""
+    block = README.read_text(encoding="utf-8").split("<!-- constrained -->")[1].split("```")[1]
+    for shown in block.split("$ python -m engine.run ")[1:]:
+        command, _, wanted = shown.partition("\n")
+        assert main(shlex.split(command)) == 0
+        out, err = capsys.readouterr()
+        told = [line for line in err.splitlines(True) if line.startswith(("warning", "came of"))]
+        assert out + "".join(told) == wanted
