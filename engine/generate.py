@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
+from engine.cache import PoolFull
 from engine.decoding import Decoding
 from engine.reply import Completion, Reply
 
@@ -23,7 +24,7 @@ class Generation:
         # Neither of the two knows this object: one that is dropped is collected at once, and with
         # it the cache, whose blocks another request may wait for.
         self._steps, self._reply = steps(model, decoding), reply
-        self._tokens = (token for some in self._steps for token in some)
+        self._tokens = tokens_of(self._steps, reply)
 
     @property
     def completion(self) -> Completion:
@@ -43,8 +44,17 @@ class Generation:
         yield from self._reply.flush()
 
     def tokens(self) -> Iterator[int]:
-        """Token ids as they are chosen."""
+        """Token ids as they are chosen; the text, where there is one, is in `completion`."""
         return self._tokens
+
+
+def tokens_of(steps: Iterator[list[int]], reply: Reply) -> Iterator[int]:
+    """The tokens of some steps, one by one, up to the end of the text."""
+    for tokens in steps:
+        if reply.has_text:
+            reply.push(tokens)
+        yield from tokens[: len(tokens) - reply.n_dropped]
+    reply.flush()
 
 
 def steps(model, decoding: Decoding) -> Iterator[list[int]]:
@@ -61,6 +71,12 @@ def steps(model, decoding: Decoding) -> Iterator[list[int]]:
                 logits = model.new_logits(run.n_logits)
             known = logits[: run.n_logits]
             try:
+                model.forward([run], known, decoding.profile)
+            except PoolFull:
+                if run.n_logits < 2:
+                    raise
+                # others hold the blocks that the guesses need: without any, this may be the end
+                run, known = decoding.next_run(decoding.n_missing), logits[:1]
                 model.forward([run], known, decoding.profile)
             except BaseException:
                 decoding.drop_rows()

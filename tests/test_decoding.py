@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from scripted import finish, ids_of_rows, request, script
 import engine
 from engine import LLM, SamplingParams
 from engine.grammar import Grammar
+from engine.run import main
 from engine.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_dir(Path(engine.__file__).parent / "assets")
@@ -277,6 +279,33 @@ def llms() -> tuple[LLM, LLM]:
     return LLM(), LLM(lookup=8)
 
 
+@pytest.mark.parametrize("stop", ["man", ["be\n", " a man, and"], "e"])
+def test_stops_in_company(stop, llms):
+    """What follows a stop string stays in the output of one of several, or in its figures."""
+    params = SamplingParams(temperature=0, max_tokens=60, stop=stop, logprobs=0)
+    prompts = ["To be, or not to be", "a man, and a man, and a man, and", "that I am, that I am"]
+    alone = [llms[0].generate(prompt, params) for prompt in prompts]
+    for done in (llms[1].generate(prompts, params), [llms[1].generate(p, params) for p in prompts]):
+        for a, b in zip(done, alone, strict=True):
+            assert (a.text, a.token_ids, a.logprobs) == (b.text, b.token_ids, b.logprobs)
+            assert a.finish_reason == b.finish_reason
+            assert a.metrics.accepted_tokens <= max(len(a.token_ids), 1)
+
+
+def test_tokens_have_a_text():
+    """Ids that go on behind a stop string because nobody reads the text; or a text that is empty
+    because the ids were read."""
+    ids = spelled("to be or not to be")
+    for lookup in (0, 8):
+        model = script(ids, SIZE, 20)
+        prompt = [1, *ids, 1]
+        params = SamplingParams(stop="or", **GREEDY)
+        generation, decoding = request(model, prompt, params, tokenizer=TOKENIZER, lookup=lookup)
+        assert list(generation.tokens()) == ids[:8] == generation.completion.token_ids
+        assert generation.completion.text == "to be "
+        assert decoding.session.ids == [*prompt, *ids[:8]]
+
+
 REGEXES = {
     "words": r"(To be|or not|to be)(, (to be|or not)){2,5}\.",
     "digits": r"[0-9]{3}-[0-9]{4}",
@@ -363,3 +392,20 @@ def test_max_tokens_cuts_a_constrained_text(llms):
         cut = llm.generate("x", SamplingParams(max_tokens=n - 1, **params))
         assert cut.finish_reason == "length" and "abcabcabc".startswith(cut.text)
         assert len(cut.text) < 9
+
+
+# --- as the README shows it ---
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+@pytest.mark.skipif(not README.exists(), reason="needs the repository")
+def test_the_readme_shows_what_is_printed(capsys):
+    """Commands that do not work, or an output that nobody has seen."""
+    block = README.read_text(encoding="utf-8").split("<!-- constrained -->")[1].split("```")[1]
+    for shown in block.split("$ python -m engine.run ")[1:]:
+        command, _, wanted = shown.partition("\n")
+        assert main(shlex.split(command)) == 0
+        out, err = capsys.readouterr()
+        told = [line for line in err.splitlines(True) if line.startswith(("warning", "came of"))]
+        assert out + "".join(told) == wanted

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scripted import chain, finish, request, script
 
 from engine import LLM, SamplingParams
+from engine.cache import PoolFull
 from engine.lookup import FIRST, PATIENCE, Lookup
 
 VOCAB = 12
@@ -355,6 +356,22 @@ def test_profile(path):
     guessed = sum(step.tokens - 1 for step in decode)
     assert guessed == done.metrics.guessed_tokens > 0
     assert "decode" in done.profile.table() and done.profile.as_dict()
+
+
+def test_guesses_need_no_blocks(path):
+    """A request that fails for want of blocks which only its guesses would have needed."""
+    asked = {"kv_cache": "paged", "kv_block_rows": 4, "kv_max_blocks": 14}
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
+    found = []
+    for lookup in (0, 6):
+        llm = LLM(path, lookup=lookup, **asked)
+        other, session = llm.new_session(), llm.new_session()
+        llm.generate([5] * 22, SamplingParams(max_tokens=1), other)  # 6 of the blocks
+        tokens = llm._start([1, 2, 3] * 5, params, session).tokens()
+        with pytest.raises(PoolFull):
+            list(tokens)
+        found.append((session.ids, session.cache.seq_len(0)))
+    assert found[0] == found[1] and found[0][1] == 32
 
 
 @pytest.mark.parametrize("lookup", [-1, 65, 1.5, True, "4", None])
