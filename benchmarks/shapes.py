@@ -3,6 +3,10 @@
 Speed does not depend on what the weights are, so random ones serve where the real ones are not at
 hand. The default is light: four layers of Qwen3-0.6B and a small vocabulary, 160 MB, which is still
 several times what a processor's cache holds. There is no tokenizer: it serves token ids.
+
+With --repeats layers add nothing to what they are given (o_proj and down_proj are zeros), at the
+same cost: the likeliest next token is the last one again, and temperature says how often another
+comes.
 """
 
 from __future__ import annotations
@@ -37,9 +41,12 @@ QWEN3_0_6B = {
 }
 LAYERS, VOCABULARY = 4, 16_384  # of the light one
 ONE = 0x3F80  # 1.0 in bf16
+ADDED = "wo", "w_down"  # what a layer adds comes through these
 
 
-def write_checkpoint(path: Path, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Path:
+def write_checkpoint(
+    path: Path, layers: int = LAYERS, vocabulary: int = VOCABULARY, repeats: bool = False
+) -> Path:
     """Write config.json and model.safetensors (bf16) into the directory `path`; returns it.
 
     The same sizes give the same weights. Tensors are made and written one at a time.
@@ -58,8 +65,10 @@ def write_checkpoint(path: Path, layers: int = LAYERS, vocabulary: int = VOCABUL
     rng = np.random.default_rng(0)
     with (path / "model.safetensors").open("wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
-        for shape in shapes.values():
-            random_bf16(shape, rng).tofile(f)
+        for name, shape in shapes.items():
+            silent = repeats and any(MATRICES[field] in name for field in ADDED)
+            bits = np.zeros(shape, np.uint16) if silent else random_bf16(shape, rng)
+            bits.tofile(f)
     return path
 
 
@@ -85,8 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     ap.add_argument("path", type=Path, metavar="DIR")
     ap.add_argument("--layers", type=int, default=LAYERS, help="Qwen3-0.6B has 28")
     ap.add_argument("--vocabulary", type=int, default=VOCABULARY, help="Qwen3-0.6B has 151936")
+    ap.add_argument("--repeats", action="store_true", help="the last token is the likeliest next")
     args = ap.parse_args(argv)
-    write_checkpoint(args.path, args.layers, args.vocabulary)
+    write_checkpoint(args.path, args.layers, args.vocabulary, args.repeats)
 
 
 if __name__ == "__main__":

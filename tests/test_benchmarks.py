@@ -12,7 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import caches, compare, decode, gate, one, operations, perplexity, runs, shapes
+from benchmarks import (
+    caches,
+    compare,
+    decode,
+    gate,
+    lookup,
+    one,
+    operations,
+    perplexity,
+    runs,
+    shapes,
+)
 from engine import LLM
 from engine.llm import BUILT_IN
 from engine.machine import Arithmetic
@@ -39,6 +50,17 @@ def test_a_random_checkpoint_is_served(tmp_path):
     path = shapes.write_checkpoint(tmp_path / "m", layers=1, vocabulary=64)
     logits = LLM(path, weights="bf16", threads=1, context=8).logits([1, 2, 63])
     assert logits.shape == (3, 64) and np.isfinite(logits).all() and logits.std() > 0.01
+
+
+def test_lookup(tmp_path):
+    """A checkpoint that does not repeat, so that lookup's speed is measured without its guesses;
+    a temperature at which texts with edits have none."""
+    path = shapes.write_checkpoint(tmp_path / "m", layers=1, vocabulary=2048, repeats=True)
+    found = lookup.main(["--model", str(path), "--new", "64", "--rounds", "2", "--edits", "1.8"])
+    copies, edits, nothing, few = found.values()
+    assert copies["accepted"] == copies["guessed"] > 48
+    assert 0 < edits["accepted"] < edits["guessed"]
+    assert nothing["accepted"] < 8 and few["accepted"] < few["guessed"]
 
 
 # ---------------------------------------------------------------- scripts
