@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.output}: is the input; answers need a file of their own")
     ids = checked_ids(args.input)
     with Results(args.output, ids) as results:
+        before = results.n_done
         try:
             if results.n_done < len(ids):
                 answer_rest(args, ids, results)
@@ -97,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     n = results.counts
     failures = f", {n['failed']} failed" if n["failed"] else ""
     answers = f"{n['answered']} answered, {n['refused']} refused{failures}"
-    print(f"{len(ids)} rows: {answers}", file=sys.stderr)
+    earlier = f"; {before} of them in an earlier run" if before else ""
+    print(f"{len(ids)} rows: {answers}{earlier}", file=sys.stderr)
     return FAILED if failures else 0
 
 

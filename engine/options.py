@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import argparse
+from difflib import get_close_matches
 
 from engine.cache import KV_CACHES, KV_DTYPES
 from engine.llm import BACKENDS, LLM
 from engine.loading.weights import KINDS
 
 BAD_INPUT = 2  # exit status
+ELSEWHERE = {  # our name for what llama.cpp and vLLM call these
+    "PROMPT": "-p --prompt",
+    "IN.jsonl": "-i --input-file",
+    "OUT.jsonl": "-o --output-file",
+    "--prompt-file": "-f --file",
+    "--chat": "-cnv --conversation",
+    "--system": "-sys --system-prompt",
+    "--max-tokens": "-n --predict --n-predict",
+    "--temperature": "--temp",
+    "--repetition-penalty": "--repeat-penalty",
+    "--seed": "-s",
+    "--model": "-m",
+    "--kv-dtype": "-ctk --cache-type-k --kv-cache-dtype",
+    "--threads": "-t",
+    "--context": "-c --ctx-size --max-model-len",
+    "--alias": "--served-model-name",
+    "--max-running": "-np --parallel --max-num-seqs",
+}
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         """One line, as for every other mistake."""
-        hint = " (a prompt that begins with a dash goes behind --)" if " -" in message else ""
-        self.exit(BAD_INPUT, f"error: {message}{hint}; --help lists the options\n")
+        self.exit(BAD_INPUT, f"error: {message}; --help lists the options\n")
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
+        return parsed
+
+    def _hint(self, unknown: list[str]) -> str:
+        """What the first of them that looks like an option may have been meant to be."""
+        name = next((word.split("=")[0] for word in unknown if word.startswith("-")), "")
+        options = [option for action in self._actions for option in action.option_strings]
+        places = [action.metavar for action in self._actions if not action.option_strings]
+        ours = next((ours for ours, theirs in ELSEWHERE.items() if name in theirs.split()), None)
+        if ours in options or ours in places:
+            return f" ({name} is {ours} here)"
+        spelled = name.replace("_", "-")
+        if spelled.startswith("--") and (close := get_close_matches(spelled, options, 1)):
+            return f" (is {close[0]} meant?)"
+        dashed = name and "PROMPT" in places
+        return " (a prompt that begins with a dash goes behind --)" if dashed else ""
 
 
 def add_model_options(ap: Parser, blocks_only: bool = False) -> None:
@@ -28,10 +66,11 @@ def add_model_options(ap: Parser, blocks_only: bool = False) -> None:
 
     option("--model", str, "M", None, "a checkpoint directory or a hub name (default: built-in)")
     kinds = "how K and V are kept: in place, in blocks, or as the baseline"
+    kept = "" if blocks_only else ", if basic or paged"
     for name, values, text in (
         ("--weights", list(KINDS), "how matrices are kept in memory"),
         *([] if blocks_only else [("--kv-cache", KV_CACHES, kinds)]),
-        ("--kv-dtype", list(KV_DTYPES), "f16: K and V in half the bytes, if basic or paged"),
+        ("--kv-dtype", list(KV_DTYPES), f"f16: K and V in half the bytes{kept}"),
         ("--backend", BACKENDS, "compiled kernels, or the reference in plain NumPy"),
     ):
         group.add_argument(

@@ -47,6 +47,10 @@ class Requests:
         if not listed or isinstance(prompt, bytes | bytearray | memoryview):
             raise ValueError(f"the prompt is {show(prompt)}; text or token ids are needed")
         ids = list(prompt)
+        if any(isinstance(i, str) for i in ids):
+            raise ValueError(
+                f"the prompt is {show(ids)}; one text or a list of token ids is needed"
+            )
         if not ids:
             raise ValueError("the prompt is empty")
         for i in ids:
@@ -60,7 +64,7 @@ class Requests:
         """`params`, or the model's, with a seed."""
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params is {params!r}; SamplingParams are needed")
+            raise ValueError(f"params is {show(params)}; one SamplingParams is needed")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer.json; stop_token_ids do not")
         if params.seed is None:  # drawn here, so that every run can be told and repeated

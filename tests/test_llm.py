@@ -208,6 +208,15 @@ def test_prompt_of_another_kind(prompt, built_in):
         built_in.generate(prompt)
 
 
+def test_several_prompts_or_params_where_one_is_needed(built_in):
+    """A list of texts to stream is told of as a token id, and of params as a page of fields."""
+    with pytest.raises(ValueError, match=r"\['a', 'b'\]; one text or a list of token ids"):
+        built_in.stream(["a", "b"])
+    with pytest.raises(ValueError, match="one SamplingParams is needed") as e:
+        built_in.generate(["a", "b"], [SamplingParams(), SamplingParams()])
+    assert len(str(e.value)) < 200
+
+
 @pytest.mark.parametrize("token", [-1, 2176, 1 << 40, 1.5, "a", None, True])
 def test_token_outside_the_vocabulary(token, built_in):
     """An id beyond the embedding reads memory that is not a row."""

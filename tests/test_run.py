@@ -129,6 +129,24 @@ def test_unknown_flags_are_status_2(args, capsys):
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["a", "-n", "5"], "-n 5 (-n is --max-tokens here)"),
+        (["-p", "a"], "-p (-p is PROMPT here)"),
+        (["a", "--max_tokens=5"], "--max_tokens=5 (is --max-tokens meant?)"),
+        (["a", "--served-model-name", "b"], "--served-model-name b (a prompt"),  # the server's
+        (["-Hello"], "-Hello (a prompt that begins with a dash goes behind --)"),
+        (["a", "b"], "b; --help"),
+    ],
+)
+def test_an_option_of_another_engine(args, told, capsys):
+    """Somebody who comes from there searches all of --help for a name."""
+    with pytest.raises(SystemExit, match="^2$"):
+        main(args)
+    assert capsys.readouterr().err.startswith(f"error: unrecognized arguments: {told}")
+
+
 def test_output_that_cannot_be_written():
     """A full disk is no traceback, and not a success."""
     if not os.path.exists("/dev/full"):

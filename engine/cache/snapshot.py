@@ -89,6 +89,8 @@ def check_about(metadata: Mapping[str, str], fingerprint: Mapping) -> int:
     if not isinstance(was, dict) or type(n_prompt) is not int or n_prompt < 0:
         raise ValueError("is corrupted: its metadata lack a fingerprint or n_prompt")
     for name, value in fingerprint.items():
+        if was.get(name) != value and name == "model":  # its digest tells nobody anything
+            raise ValueError("was saved with model weights or sizes other than these")
         if was.get(name) != value:
             raise ValueError(f"was saved with {name} {was.get(name)!r}, and here it is {value!r}")
     return n_prompt
