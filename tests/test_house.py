@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,17 @@ def test_top_level():
         and not any(fnmatch.fnmatch(entry.name, pattern) for pattern in ignored)
     ]
     assert strange == []
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="needs the repository")
+def test_the_readme_names_every_file():
+    """A tree in which a reader does not find a file, or finds one that has gone."""
+    tree = (
+        (REPO / "README.md").read_text(encoding="utf-8").split("```\nengine/\n")[1].split("```")[0]
+    )
+    shown = sorted(re.findall(r"[a-z_0-9]+\.(?:py|html)", tree))
+    files = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.html")]
+    assert shown == sorted(file.name for file in files if file.name != "__init__.py")
 
 
 def cells(notebook: Path) -> list[str]:
