@@ -46,10 +46,10 @@ class Parser(argparse.ArgumentParser):
         name = next((word.split("=")[0] for word in unknown if word.startswith("-")), "")
         options = [option for action in self._actions for option in action.option_strings]
         places = [action.metavar for action in self._actions if not action.option_strings]
-        ours = next((ours for ours, theirs in ELSEWHERE.items() if name in theirs.split()), None)
+        spelled = name.replace("_", "-")
+        ours = next((ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()), None)
         if ours in options or ours in places:
             return f" ({name} is {ours} here)"
-        spelled = name.replace("_", "-")
         if spelled.startswith("--") and (close := get_close_matches(spelled, options, 1)):
             return f" (is {close[0]} meant?)"
         dashed = name and "PROMPT" in places

@@ -133,6 +133,7 @@ def test_unknown_flags_are_status_2(args, capsys):
     ("args", "told"),
     [
         (["a", "-n", "5"], "-n 5 (-n is --max-tokens here)"),
+        (["a", "--n_predict", "5"], "--n_predict 5 (--n_predict is --max-tokens here)"),
         (["-p", "a"], "-p (-p is PROMPT here)"),
         (["a", "--max_tokens=5"], "--max_tokens=5 (is --max-tokens meant?)"),
         (["a", "--served-model-name", "b"], "--served-model-name b (a prompt"),  # the server's
