@@ -9,6 +9,7 @@ Medians of the rounds are printed, then one line of JSON.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import statistics
@@ -37,14 +38,16 @@ def main(argv: list[str] | None = None) -> dict:
     ap.add_argument("--lookup", type=int, default=8, metavar="N", help="guesses a step, at most")
     ap.add_argument("--edits", type=float, default=1.37, help="temperature of a text with edits")
     ap.add_argument("--prompt", type=int, default=100, help="tokens")
-    ap.add_argument("--new", type=int, default=128, help="tokens to generate")
-    ap.add_argument("--rounds", type=int, default=5)
+    ap.add_argument("--new", type=int, default=64, help="tokens to generate")
+    ap.add_argument("--rounds", type=int, default=15)
     ap.add_argument("--write", type=Path, metavar="F", help="put the table between marks in F")
     args = ap.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or write_checkpoint(Path(folder), repeats=True)
-        llm = LLM(model, weights=args.weights, threads=args.threads, lookup=args.lookup)
-        found = {name: compare(llm, some, args) for name, some in texts(args).items()}
+        guessing = LLM(model, weights=args.weights, threads=args.threads, lookup=args.lookup)
+        plain = copy.copy(guessing)  # the same weights in the same memory
+        plain.requests = dataclasses.replace(plain.requests, lookup=0)
+        found = {name: compare(plain, guessing, some, args) for name, some in texts(args).items()}
     print(text := table(found, args))
     print(json.dumps(found))
     if args.write:
@@ -65,21 +68,18 @@ def texts(args) -> dict[str, dict]:
     }
 
 
-def compare(llm: LLM, settings: dict, args) -> dict[str, float]:
+def compare(plain: LLM, guessing: LLM, settings: dict, args) -> dict[str, float]:
     """Tokens a second of both, in turn, and what came of the guesses."""
-    guessing = llm.requests
-    plain = dataclasses.replace(guessing, lookup=0)
     rates, counts = [], []
     for seed in range(args.rounds):
         rng = np.random.default_rng(seed)
-        ids = rng.integers(0, llm.config.vocab_size, args.prompt).tolist()
+        ids = rng.integers(0, plain.config.vocab_size, args.prompt).tolist()
         params = SamplingParams(max_tokens=args.new, seed=seed, ignore_eos=True, **settings)
-        done = {}
-        for llm.requests in (plain, guessing) if seed % 2 else (guessing, plain):
-            done[llm.requests] = llm.generate(ids, params)
+        order = (plain, guessing) if seed % 2 else (guessing, plain)
+        done = {llm: llm.generate(ids, params) for llm in order}
         if done[plain].token_ids != done[guessing].token_ids:
             raise RuntimeError(f"seed {seed}: lookup changed the tokens")
-        rates.append([done[some].metrics.decode_tokens_per_second for some in (plain, guessing)])
+        rates.append([done[llm].metrics.decode_tokens_per_second for llm in (plain, guessing)])
         metrics = done[guessing].metrics
         counts.append([metrics.guessed_tokens, metrics.accepted_tokens])
     before, after = np.median(rates, axis=0).tolist()

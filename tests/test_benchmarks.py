@@ -56,7 +56,7 @@ def test_lookup(tmp_path):
     """A checkpoint that does not repeat, so that lookup's speed is measured without its guesses;
     a temperature at which texts with edits have none."""
     path = shapes.write_checkpoint(tmp_path / "m", layers=1, vocabulary=2048, repeats=True)
-    found = lookup.main(["--model", str(path), "--new", "64", "--rounds", "2", "--edits", "1.8"])
+    found = lookup.main(["--model", str(path), "--new", "64", "--rounds", "1", "--edits", "1.8"])
     copies, edits, nothing, few = found.values()
     assert copies["accepted"] == copies["guessed"] > 48
     assert 0 < edits["accepted"] < edits["guessed"]
