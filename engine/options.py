@@ -14,7 +14,8 @@ BAD_INPUT = 2  # exit status
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         """One line, as for every other mistake."""
-        hint = " (a prompt that begins with a dash goes behind --)" if " -" in message else ""
+        dashed = message.startswith("unrecognized arguments: -")
+        hint = " (a prompt that begins with a dash goes behind --)" if dashed else ""
         self.exit(BAD_INPUT, f"error: {message}{hint}; --help lists the options\n")
 
 
