@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.config import show
+
 
 def is_many(prompt: object) -> bool:
     """Whether these are several prompts: a list of texts or of lists of ids."""
@@ -19,12 +21,13 @@ def is_id(item: object) -> bool:
 
 def one_of(name: str, value: object, known) -> None:
     if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} is {value!r}; one of {', '.join(known)} is needed")
+        raise ValueError(f"{name} is {show(value)}; one of {', '.join(known)} is needed")
 
 
 def check_size(name: str, value: object, most: int, least: int = 1) -> int:
     if not is_id(value) or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r}; a whole number from {least} to {most} is needed")
+        needed = f"a whole number from {least} to {most} is needed"
+        raise ValueError(f"{name} is {show(value)}; {needed}")
     return int(value)
 
 
@@ -39,4 +42,4 @@ def check_kv(kind: str, dtype: str, block_rows: object, max_blocks: object) -> N
         if value is not None:
             check_size(name, value, most)
             if kind != "paged":
-                raise ValueError(f"{name} is {value!r}; it is for kv_cache 'paged', not {kind!r}")
+                raise ValueError(f"{name} is {value}; it is for kv_cache 'paged', not {kind!r}")

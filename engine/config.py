@@ -16,7 +16,16 @@ from pathlib import Path
 # Larger than any model this engine is for; a config.json beyond them is damaged or hostile.
 MAX_LAYERS, MAX_SIZE, MAX_CONTEXT = 1_024, 1 << 24, 1 << 22
 
-brief = reprlib.Repr()  # what a file claims may be of any length and depth; an error is one line
+
+class Brief(reprlib.Repr):
+    """What a file or a caller claims may be of any length and depth; an error is one line."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print more than some thousand digits
+        return f"a number of {x.bit_length()} bits" if x.bit_length() > 4096 else f"{x!r}"
+
+
+brief = Brief()
 brief.maxstring = 100
 show = brief.repr
 

@@ -124,11 +124,12 @@ class Conversation:
 
     def _keep(self, asked: list[dict], done: Completion) -> None:
         thoughts = {"reasoning_content": done.reasoning} if done.reasoning else {}
-        self.messages = [*asked, {"role": "assistant", "content": done.text, **thoughts}]
         self.last, m = done, done.metrics
         self.totals.update(
             turns=1, tokens=len(done.token_ids), prompt=m.prompt_tokens, reused=m.cached_tokens
         )
+        # the last, since by these a turn is known to be kept, wherever Ctrl-C comes
+        self.messages = [*asked, {"role": "assistant", "content": done.text, **thoughts}]
 
 
 def thinks_greedily(

@@ -160,12 +160,13 @@ class Decoding:
             self.logprobs.append(self._sampler.logprobs)
         if self._lookup:
             self._lookup.append(token)
-        if self._budget and not self._forced:
-            self._forced = self._budget.take(token)
         if self.profile:
             self.profile.steps[-1].token_id = token
         if self._grammar:
             self._grammar.take(token)
+        free = self._grammar is None or self._grammar.allowed() is None
+        if self._budget and free and not self._forced:  # a text that is constrained has no thoughts
+            self._forced = self._budget.take(token)
         complete = self._grammar is not None and self._grammar.is_finished
         if complete or token in self.eos_ids or token in self.params.stop_token_ids:
             self.finish_reason = "stop"

@@ -39,14 +39,16 @@ NO_EXTENSION = "NoExtensionBias"  # llguidance's word for a text that no token c
 class Grammar:
     """The tokens that may come next in one output. For one thread at a time."""
 
-    def __init__(self, name: str, matcher, vocabulary: Vocabulary, eos_ids, after) -> None:
+    def __init__(self, name: str, matcher, vocabulary: Vocabulary, eos_ids, after, opens) -> None:
         """Made by `of`. name: the parameter that errors are about."""
         self._name, self._matcher, self._vocabulary = name, matcher, vocabulary
         self._eos_ids: frozenset[int] = eos_ids
         self._eos_bits = bits_of(eos_ids, vocabulary.size)
         self._after: tuple[int, ...] = after
-        self._tail: tuple[int, ...] | None = () if after else None  # None: it is constrained now
-        self._newlines = MAX_NEWLINES if after else 0  # that may still come before the text
+        self._opens: int | None = opens  # what may come now, and with it thoughts
+        free = after and opens is None
+        self._tail: tuple[int, ...] | None = () if free else None  # None: it is constrained now
+        self._newlines = MAX_NEWLINES if free else 0  # that may still come before the text
         self._ended = False
         self._look()
 
@@ -58,6 +60,7 @@ class Grammar:
         vocab_size: int,
         eos_ids: Collection[int],
         after: tuple[int, ...] | None = None,
+        opens: int | None = None,
     ) -> Grammar | None:
         """What `params` asks for; None where that is nothing.
 
@@ -65,8 +68,10 @@ class Grammar:
         never allowed. eos_ids: what may end a complete text, and may not come before; with
         params.ignore_eos they may never. after: the ids of a tag such as </think>: until they
         have come everything is allowed; then newlines, two at most, and the text that is
-        constrained. ValueError, in one line, for what llguidance cannot take, for what no text
-        satisfies, and where the package is not installed. The first for a tokenizer takes a second.
+        constrained. opens: the id of a tag such as <think>, which may come first in place of the
+        text, and only then is anything allowed before `after`. ValueError, in one line, for what
+        llguidance cannot take, for what no text satisfies, and where the package is not installed.
+        The first for a tokenizer takes a second.
         """
         if params.json_schema is None and params.regex is None:
             return None
@@ -89,7 +94,7 @@ class Grammar:
                 limits=llguidance.LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False),
             )
         ends = frozenset() if params.ignore_eos else frozenset(eos_ids)
-        return cls(name, matcher, vocabulary, ends, after or ())
+        return cls(name, matcher, vocabulary, ends, after or (), opens)
 
     def allowed(self) -> np.ndarray | None:
         """(ceil(vocab_size / 32),) int32 for the next token: bit i % 32 of word i // 32 is id i's.
@@ -107,6 +112,11 @@ class Grammar:
         if self._tail is not None:
             tail = (*self._tail, token_id)[-len(self._after) :]
             self._tail = None if tail == self._after else tail
+            return
+        opens, self._opens = self._opens, None
+        if opens is not None and token_id == opens:
+            self._tail, self._newlines = (), MAX_NEWLINES
+            self._look()
             return
         if not is_set(self._mask, token_id):
             raise ValueError(f"{self._name} does not allow token id {token_id} here")
@@ -154,6 +164,8 @@ class Grammar:
             raise self._error()
         if self._newlines:
             bits = bits | bits_of(self._skipped, size)
+        if self._opens is not None:
+            self._goes_on, bits = True, bits | bits_of([self._opens], size)
         self._mask = bits | self._eos_bits if may_end else bits & ~self._eos_bits
         self._mask.flags.writeable = False  # copies share it
 

@@ -19,7 +19,7 @@ from engine.cache import (
 )
 from engine.chat import ChatTemplate
 from engine.checks import check_kv, check_size, is_many, one_of
-from engine.config import ModelConfig
+from engine.config import ModelConfig, show
 from engine.defaults import default_params
 from engine.generate import Generation
 from engine.kernels.int8 import FORM
@@ -344,6 +344,6 @@ class LLM:
     def _check_session(self, session: Session | None) -> None:
         """ValueError unless a session's rows are this model's."""
         if session is not None and not isinstance(session, Session):
-            raise ValueError(f"session is {session!r}; one of new_session or load_cache is needed")
+            raise ValueError(f"session is {show(session)}; new_session or load_cache makes one")
         if session is not None and session.owner is not self._model:
             raise ValueError("the session is another LLM's; a saved cache can be carried over")

@@ -12,6 +12,7 @@ import numpy as np
 from engine.config import show
 
 HOTTEST = float(np.finfo(np.float32).max)
+LARGEST = 1 << 4096  # of a whole number without a limit of its own: as long as JSON may well be
 MAX_STOPS = 16  # strings that may end a text
 MAX_GRAMMAR = 1 << 16  # bytes of a JSON schema or a regex
 
@@ -67,10 +68,10 @@ class SamplingParams:
         self._number("n", int, 1, 128)
         self._number("thinking_budget", int, 0, None, optional=True)
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; True or False is needed")
+            raise ValueError(f"ignore_eos is {show(self.ignore_eos)}; True or False is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             most = f"at most max_tokens, which is {self.max_tokens}, is needed"
-            raise ValueError(f"min_tokens is {self.min_tokens!r}; {most}")
+            raise ValueError(f"min_tokens is {self.min_tokens}; {most}")
         self._set("logit_bias", bias_pairs(self.logit_bias))
         self._set("stop", stop_strings(self.stop))
         self._set("stop_token_ids", plain_ids("stop_token_ids", self.stop_token_ids))
@@ -93,14 +94,16 @@ def check(name: str, value, kind: type, low, high, optional=False, above=False):
     kinds = (int,) if kind is int else (int, float)
     if isinstance(value, np.number) and not isinstance(value, np.timedelta64):
         value = value.item()
-    high = math.inf if high is None else high
+    high = LARGEST if high is None else high
     if isinstance(value, kinds) and not isinstance(value, bool) and value < math.inf:
         if (value > low if above else value >= low) and value <= high:
             return value
     least = f"above {low}" if above else f"at least {low}"
-    most = "" if high == math.inf else f" and at most {high:g}"
+    most = "" if high == LARGEST else f" and at most {high:g}"
+    if isinstance(value, int) and value > LARGEST:
+        most = most or f" and at most 2**{LARGEST.bit_length() - 1}"
     number = "a whole number" if kind is int else "a number"
-    raise ValueError(f"{name} is {value!r}; {number} {least}{most} is needed")
+    raise ValueError(f"{name} is {show(value)}; {number} {least}{most} is needed")
 
 
 def is_sequence(value) -> bool:
@@ -134,6 +137,7 @@ def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ValueError(f"stop is {show(string)}; a string of some length is needed")
+        refuse_half_characters("stop", string)
     return tuple(strings)
 
 
@@ -173,5 +177,9 @@ def check_bytes(name: str, text: str) -> None:
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_GRAMMAR:
         raise ValueError(f"{name} is {size} bytes long; at most {MAX_GRAMMAR} are needed")
+    refuse_half_characters(name, text)
+
+
+def refuse_half_characters(name: str, text: str) -> None:
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise ValueError(f"{name} is {show(text)}, which has a lone surrogate and is no text")

@@ -18,7 +18,7 @@ from engine.profiler import Profile
 from engine.reply import Reply
 from engine.sampler import SamplingParams
 from engine.session import Session
-from engine.thinking import CLOSE, ThinkingBudget, ThinkingSplitter, tag_ids
+from engine.thinking import CLOSE, ThinkingBudget, ThinkingSplitter, opening_id, tag_ids
 from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -101,13 +101,14 @@ class Requests:
         splitter: of a chat, whose thoughts stand apart. sample: which of those of one seed.
         """
         size, eos_ids = self.config.vocab_size, self.eos_ids
-        budget, after = None, None
+        budget, after, opens = None, None, None
         if splitter is not None:
-            # Constrained replies have thoughts only where the prompt begins them.
-            may_think = splitter.opened or (params.json_schema is None and params.regex is None)
-            if params.thinking_budget is not None and may_think:
+            if params.thinking_budget is not None:
                 budget = ThinkingBudget(params.thinking_budget, self.tokenizer, splitter.opened)
-            if splitter.opened:  # what is constrained is the answer
+            # What is constrained is the answer. Thoughts may come first, where they are told from
+            # it by the tag's own id.
+            opens = None if splitter.opened else opening_id(self.tokenizer, session.ids)
+            if splitter.opened or opens is not None:
                 after = tuple(tag_ids(self.tokenizer, CLOSE))
         decoding = Decoding(
             size,
@@ -120,7 +121,7 @@ class Requests:
             sample=sample,
             lookup=self.lookup,
             budget=budget,
-            grammar=Grammar.of(params, self.tokenizer, size, eos_ids, after),
+            grammar=Grammar.of(params, self.tokenizer, size, eos_ids, after, opens),
         )
         stream = self.tokenizer.stream() if self.tokenizer else None
         return decoding, Reply(decoding, stream, splitter)

@@ -14,7 +14,7 @@ try:
     import argparse
     import json
     import os
-    from contextlib import suppress
+    from contextlib import nullcontext, suppress
     from dataclasses import fields, replace
     from pathlib import Path
 
@@ -32,6 +32,8 @@ try:
 except ValueError as e:  # an environment variable that says what this processor cannot do
     print(f"error: {e}", file=sys.stderr)
     sys.exit(BAD_INPUT)
+
+MAX_TEXT = 16 << 20  # bytes of a file: many times what any context holds; a device never ends
 
 
 def parser() -> Parser:
@@ -54,7 +56,7 @@ def parser() -> Parser:
     option("--system", str, "TEXT", None, "with --chat, a system message before it")
     ap.add_argument("--no-thinking", action="store_true", help="with --chat, answer at once")
     option("--thinking-budget", int, "N", None, "with --chat, thoughts end after N tokens")
-    ap.add_argument("--hide-thinking", action="store_true", help="do not show thoughts on stderr")
+    ap.add_argument("--hide-thinking", action="store_true", help="with --chat, show no thoughts")
     limit = f"at most N tokens (default: {default.max_tokens}; in a conversation, none)"
     option("--max-tokens", int, "N", None, limit)
     own = "default: the model's own, else"
@@ -96,7 +98,8 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # closed by whoever started us
+    for name in ("stdout", "stderr"):  # closed by whoever started us
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     args = parser().parse_args(argv)
     try:
         return run(args)
@@ -125,9 +128,11 @@ def run(args: argparse.Namespace) -> int:
     if converse:
         check_conversation(args)
     prompt = None if converse else prompt_of(args)
-    for name in ("system", "no_thinking", "thinking_budget"):
-        if vars(args)[name] is not None and vars(args)[name] is not False and not args.chat:
+    for name in ("system", "no_thinking", "thinking_budget", "hide_thinking"):
+        if is_given(args, name) and not args.chat:
             raise ValueError(f"--{name.replace('_', '-')} is for --chat")
+    if is_given(args, "logprobs") and not args.json:
+        raise ValueError("--logprobs is for --json: a text has no place for them")
     thinking = {"enable_thinking": False} if args.no_thinking else {}
     check_outputs(args)
     llm = open_model(args)
@@ -161,10 +166,14 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+def is_given(args: argparse.Namespace, name: str) -> bool:
+    return vars(args)[name] is not None and vars(args)[name] is not False
+
+
 def check_conversation(args: argparse.Namespace) -> None:
     """ValueError, before any work, for what only a run with one answer has."""
     for name in ("json", "logprobs", "profile", "trace", "steps"):
-        if vars(args)[name] is not None and vars(args)[name] is not False:
+        if is_given(args, name):
             raise ValueError(f"--{name} is for one answer: give --chat a PROMPT")
     if sys.stdin is None:
         raise ValueError("--chat without a PROMPT reads stdin, which is closed")
@@ -275,10 +284,16 @@ def schema_of(given: str) -> str:
 
 def text_of(file: str) -> str:
     """What is in a file, or comes from stdin; ValueError if it cannot be read."""
+    if not file:
+        raise ValueError("the name of a file to read is empty")
+    if file == "-" and sys.stdin is None:
+        raise ValueError("-: stdin is closed")
     try:
-        if file == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        return Path(file).read_bytes().decode("utf-8")
+        with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as stream:
+            raw = stream.read(MAX_TEXT + 1)
+        if len(raw) > MAX_TEXT:
+            raise ValueError(f"{file}: is longer than {MAX_TEXT:,} bytes, the most of a text")
+        return raw.decode("utf-8")
     except OSError as e:
         raise ValueError(f"{file}: {e.strerror or e}") from None
     except UnicodeDecodeError as e:

@@ -45,6 +45,8 @@ class Terminal:
         """A message, edited from `draft` on; EOFError after Ctrl-D. Ctrl-C begins anew."""
         while True:
             try:
-                return self._prompt.prompt(default=draft)
+                # as a key; the signal, which comes where the keys are not yet read, would meet an
+                # editor that does not run
+                return self._prompt.prompt(default=draft, handle_sigint=False)
             except KeyboardInterrupt:
                 draft = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -70,6 +72,15 @@ def tag_ids(tokenizer: Tokenizer, tag: str) -> list[int]:
     """A tag's ids: its own token's, else those that spell it."""
     own = tokenizer.added_ids.get(tag)
     return tokenizer.encode_plain(tag) if own is None else [own]
+
+
+def opening_id(tokenizer: Tokenizer, prompt: Sequence[int]) -> int | None:
+    """The id with which a reply may begin a block; None where both tags are not tokens of a text,
+    and behind a prompt that has ended the block already."""
+    opens = tokenizer.added_ids.get(OPEN)
+    if any(not tokenizer.bytes_of(tokenizer.added_ids.get(tag, -1)) for tag in (OPEN, CLOSE)):
+        return None
+    return None if tokenizer.decode(prompt[-4:]).rstrip().endswith(CLOSE) else opens
 
 
 def closing_ids(tokenizer: Tokenizer) -> list[int]:

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import tokenizers
 
-from engine.config import read_json
+from engine.config import read_json, show
 
 # Characters that hardly any text has, which print, so that a list shown in a text shows them.
 RARE = range(0x20000, 0x2A6DE)  # CJK Unified Ideographs Extension B
+MAX_WHY = 300  # characters of another package's reason
 
 
 class Tokenizer:
@@ -212,7 +213,10 @@ def rust_errors(what: str) -> Iterator[None]:
         # The package raises bare Exceptions, and its panics derive from BaseException alone.
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise
-        raise ValueError(f"{what} ({' '.join(str(e).split())})") from None
+        why = " ".join(str(e).split())  # it may quote a file of any length
+        raise ValueError(
+            f"{what} ({why if len(why) <= MAX_WHY else why[:MAX_WHY] + '...'})"
+        ) from None
 
 
 def open_rust(file: Path) -> tokenizers.Tokenizer:
@@ -247,9 +251,9 @@ def eos_of(config: dict, vocab: dict[str, int], file: Path) -> frozenset[int]:
         return frozenset()
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
-        raise ValueError(f"{file}: eos_token is {token!r}, not a token's text")
+        raise ValueError(f"{file}: eos_token is {show(token)}, not a token's text")
     if content not in vocab:
-        raise ValueError(f"{file}: eos_token {content!r} is not a token of tokenizer.json")
+        raise ValueError(f"{file}: eos_token {show(content)} is not a token of tokenizer.json")
     return frozenset({vocab[content]})
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -221,6 +222,40 @@ def test_ctrl_c_held_down(llm, capsys):
     assert len(c.messages) == 4 and person.drafts == ["", "", ""]
     assert signal.getsignal(signal.SIGINT) is before
     assert "context: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs signals as POSIX has them")
+def test_ctrl_c_anywhere_in_a_first_turn(llm, capsys):
+    """An interrupt between two lines that ends the program, and with it the conversation."""
+
+    class Interrupt:
+        """Ctrl-C before the n-th line that is run of an answer's bookkeeping."""
+
+        def __init__(self, n: int):
+            self.left = n
+
+        def __call__(self, frame, event, arg):
+            ours = frame.f_code.co_filename.endswith(("conversation.py", "repl.py", "reply.py"))
+            handler = signal.getsignal(signal.SIGINT)
+            if ours and event == "line" and getattr(handler, "__name__", "") == "interrupt":
+                self.left -= 1
+                if self.left == 0:
+                    handler(signal.SIGINT, frame)
+            return self if ours else None
+
+    n, left = 0, 0
+    while left <= 0:
+        n += 1
+        c, tracer = talk(llm, replace(GREEDY, max_tokens=2)), Interrupt(n)
+        sys.settrace(tracer)
+        try:
+            repl(c, "To be?")
+        finally:
+            sys.settrace(None)
+        left = tracer.left
+        assert [m["role"] for m in c.messages] in ([], ["user", "assistant"])
+        assert say(c, "Why?").text is not None
+    assert n > 50 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_interrupted_prefill_gives_the_message_back(llm, monkeypatch, capsys):
@@ -697,3 +732,17 @@ def test_a_message_comes_back_to_the_editor(model, tmp_path):
     screen.enter(f"/save {file}\r")
     assert json.loads(file.read_text())[0]["content"] == "To be"
     assert screen.leave() == 0
+
+
+@needs_pty
+def test_ctrl_c_outside_of_the_keyboard(model):
+    """The signal, which comes as one where keys are not read yet, meets an editor that does not
+    run: a traceback, and a key to press."""
+    screen = Screen("--model", str(model), "--max-tokens", "3")
+    screen.child.logfile_read = io.StringIO()
+    for _ in range(5):
+        for _ in range(20):
+            os.kill(screen.child.pid, signal.SIGINT)
+        assert "3 tokens" in screen.enter("To be?\r")
+    assert screen.leave() == 0
+    assert "Traceback" not in screen.child.logfile_read.getvalue()

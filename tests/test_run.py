@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -108,6 +109,16 @@ BAD = [
     (["a", "--threads", "0"], "threads is 0"),
     (["a", "--context", "0"], "context is 0"),
     (["a b c d", "--context", "2"], "context"),
+    (["a", "--logprobs", "2"], "--logprobs is for --json"),
+    (["a", "--hide-thinking"], "--hide-thinking is for --chat"),
+    (["--prompt-file", ""], "the name of a file to read is empty"),
+    (["a", "--json-schema", ""], "the name of a file to read is empty"),
+    (["a", "--stop", "\udcff"], "stop is '\\udcff', which has a lone surrogate"),
+    (["a", "--temperature", "9" * 300], "temperature is "),
+    (
+        ["a", "--max-tokens", "1" + "0" * 4000],
+        "max_tokens is a number of 13288 bits; a whole number at least 0 and at most 2**4096",
+    ),
 ]
 
 
@@ -146,6 +157,26 @@ def test_an_option_of_another_engine(args, told, capsys):
     with pytest.raises(SystemExit, match="^2$"):
         main(args)
     assert capsys.readouterr().err.startswith(f"error: unrecognized arguments: {told}")
+
+
+@pytest.mark.parametrize("flags", [["--prompt-file"], ["a", "--json-schema"]])
+def test_a_file_that_never_ends(flags, capsys):
+    """A device, or a file of many gigabytes, read until memory runs out."""
+    if not os.path.exists("/dev/zero"):
+        pytest.skip("this system has no /dev/zero")
+    assert main([*flags, "/dev/zero"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: /dev/zero: is longer than 16,777,216 bytes")
+
+
+@pytest.mark.parametrize(
+    ("args", "hinted"), [(["-To"], True), (["a", "--top-k", "x"], False)], ids=str
+)
+def test_a_hint_where_it_helps(args, hinted, capsys):
+    """A hint about prompts that begin with a dash, beside every wrong number."""
+    with pytest.raises(SystemExit):
+        main(args)
+    assert ("goes behind --" in capsys.readouterr().err) == hinted
 
 
 def test_output_that_cannot_be_written():
@@ -257,6 +288,23 @@ def test_without_stderr():
     line = f"{sys.executable} -m engine.run 'To be' --max-tokens 3 --temperature 0 2>&-"
     done = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.strip()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs file descriptors as POSIX has them")
+@pytest.mark.parametrize(
+    ("redirect", "args", "status", "told"),
+    [
+        ("<&-", "--prompt-file -", 2, "error: -: stdin is closed\n"),
+        (">&-", "'To be' --max-tokens 1 --trace {dir}/gone", 1, "error: "),
+        (">&-", "'To be' --max-tokens 1 --json", 0, ""),
+    ],
+)
+def test_what_is_closed(redirect, args, status, told, tmp_path):
+    """A traceback of a stream that is not there."""
+    (tmp_path / "gone").symlink_to("/proc/none" if os.path.exists("/proc") else "/dev/none")
+    argv = f"{shlex.quote(sys.executable)} -m engine.run {args.format(dir=tmp_path)} {redirect}"
+    done = subprocess.run(argv, shell=True, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status and told in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_environment_that_asks_for_the_impossible():

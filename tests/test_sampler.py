@@ -18,6 +18,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.config import show
 from engine.kernels.jit import kernel
 from engine.kernels.sampling import sample
 from engine.sampler import Sampler, SamplingParams
@@ -456,7 +457,7 @@ def test_parameters_out_of_range(name, value):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{name: value})
     message = str(error.value)
-    assert message.startswith(f"{name} is {value!r}") and "\n" not in message
+    assert message.startswith(f"{name} is {show(value)}; ") and "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -679,3 +680,14 @@ def test_a_draw_of_qwen3s_vocabulary_is_quick(params, shape):
         sampler(logits)
         took.append(time.perf_counter() - start)
     assert np.median(took) < 5e-3, f"{np.median(took) * 1e3:.2f} ms"
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "seed", "top_k", "temperature", "ignore_eos", "stop"]
+)
+@pytest.mark.parametrize("value", [10**5000, -(10**5000)], ids=["large", "small"])
+def test_numbers_that_python_does_not_print(name, value):
+    """Python's complaint about its own limit of digits, which names neither parameter nor range;
+    or parameters that cannot be written as JSON."""
+    with pytest.raises(ValueError, match=f"^{name} is a number of 16610 bits; "):
+        SamplingParams(**{name: value})

@@ -202,7 +202,7 @@ def test_nothing_to_continue(path):
 @pytest.mark.parametrize("session", [1, "s", BasicKvCache(2, 32), [1, 2]], ids=str)
 def test_what_is_no_session(session, path):
     """A traceback from deep inside for a cache, or ids, given instead of a session."""
-    with pytest.raises(ValueError, match="one of new_session or load_cache is needed"):
+    with pytest.raises(ValueError, match="new_session or load_cache makes one"):
         LLM(path).generate([1, 2], greedy(1), session)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -360,3 +361,18 @@ def test_text_that_the_package_cannot_encode(tmp_path):
     with pytest.raises(ValueError, match="tokens") as e:
         Tokenizer.from_dir(tmp_path).encode("zzz")
     assert "\n" not in str(e.value)
+
+
+def test_reasons_are_short(tmp_path):
+    """A part of a file, of any length, as one line of an error."""
+    raw = json.loads((ASSETS / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["a"] = "x" * 10_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError) as error:
+        Tokenizer.from_dir(tmp_path)
+    assert len(str(error.value)) < 500 + len(str(tmp_path))
+    shutil.copy(ASSETS / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "x" * 10_000}))
+    with pytest.raises(ValueError, match="eos_token 'x+") as error:
+        Tokenizer.from_dir(tmp_path)
+    assert len(str(error.value)) < 300 + len(str(tmp_path))
