@@ -25,8 +25,9 @@ import numpy as np
 from engine.params import SamplingParams
 from engine.tokenizer import Tokenizer, rust_errors
 
-# White space between the parts of a JSON text. Without a bound some models never end it.
-JSON_SPACE = r"[ \t\n\r]{1,40}"
+# White space between the parts of a JSON text: a space, or a line's end and an indent. Small models
+# that may write more of it write nothing else.
+JSON_SPACE = r" |\n[ \t]{0,24}"
 # Any way to spell a text in tokens is allowed, not only the tokenizer's own.
 HEAD = '%llguidance {"no_forcing": true}\nstart: '
 ASCII = "d"  # of a regex's classes, those that are ASCII alone: \d, but not \w and \s

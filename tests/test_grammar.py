@@ -232,10 +232,13 @@ def test_keys_in_the_schema_s_order():
 
 
 def test_white_space_ends():
-    """White space without a bound, in which weak models spend all their tokens."""
-    grammar = of(json_schema={"type": "object"})
-    take(grammar, "{" + " " * 40)
-    assert b" " not in bytes_allowed(grammar) and b"}" in bytes_allowed(grammar)
+    """White space without a bound, in which weak models spend all their tokens; or indents that a
+    pretty-printed answer needs refused."""
+    for space in (" ", "\n" + " " * 24, "\n" + "\t" * 24):
+        grammar = of(json_schema={"type": "object"})
+        take(grammar, "{" + space)
+        assert not set(b" \t\n") & set(bytes_allowed(grammar))
+        assert ord("}") in bytes_allowed(grammar)
 
 
 def test_no_remote_reference(tmp_path):
