@@ -67,10 +67,10 @@ class SamplingParams:
         self._number("n", int, 1, 128)
         self._number("thinking_budget", int, 0, None, optional=True)
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; True or False is needed")
+            raise ValueError(f"ignore_eos is {show(self.ignore_eos)}; True or False is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             most = f"at most max_tokens, which is {self.max_tokens}, is needed"
-            raise ValueError(f"min_tokens is {self.min_tokens!r}; {most}")
+            raise ValueError(f"min_tokens is {show(self.min_tokens)}; {most}")
         self._set("logit_bias", bias_pairs(self.logit_bias))
         self._set("stop", stop_strings(self.stop))
         self._set("stop_token_ids", plain_ids("stop_token_ids", self.stop_token_ids))
@@ -100,7 +100,7 @@ def check(name: str, value, kind: type, low, high, optional=False, above=False):
     least = f"above {low}" if above else f"at least {low}"
     most = "" if high == math.inf else f" and at most {high:g}"
     number = "a whole number" if kind is int else "a number"
-    raise ValueError(f"{name} is {value!r}; {number} {least}{most} is needed")
+    raise ValueError(f"{name} is {show(value)}; {number} {least}{most} is needed")
 
 
 def is_sequence(value) -> bool:

@@ -92,7 +92,7 @@ class Routes:
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
         ):
-            app.get(path)(route)
+            app.api_route(path, methods=["GET", "HEAD"])(route)
         for path, route in (
             ("/v1/chat/completions", self.chat),
             ("/v1/completions", self.completions),
@@ -142,21 +142,27 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """llama-server's; the text of special tokens is them, unless parse_special is false."""
-        body = parsed(await self.read(request))
+        return await run_in_threadpool(self.tokenized, await self.read(request))
+
+    async def detokenize(self, request: Request) -> Response:
+        return await run_in_threadpool(self.detokenized, await self.read(request))
+
+    def tokenized(self, raw: bytes) -> Response:
+        body = parsed(raw)
         content = needed(body, "content", str)
         plain = not field(body, "parse_special", bool, True)
         tokenizer = self.llm.tokenizer
         encode = tokenizer.encode_plain if plain else tokenizer.encode
         try:
-            ids = await run_in_threadpool(encode, content)
+            ids = encode(content)
         except ValueError as e:
             raise wrong(str(e), "content") from None
         if field(body, "with_pieces", bool, False):
             ids = [{"id": i, "piece": self.tokens.piece(i)} for i in ids]
         return JSONResponse({"tokens": ids})
 
-    async def detokenize(self, request: Request) -> Response:
-        ids = needed(parsed(await self.read(request)), "tokens", list)
+    def detokenized(self, raw: bytes) -> Response:
+        ids = needed(parsed(raw), "tokens", list)
         for i in ids:
             if type(i) is not int or not 0 <= i < self.llm.config.vocab_size:
                 most = self.llm.config.vocab_size - 1
@@ -263,7 +269,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return response_of(error)
 
     async def unknown(request: Request, error: HTTPException) -> Response:
-        where = f"{request.method} {request.url.path}"
+        where = f"{request.method} {show(request.scope['path'])}"
         code = "unknown_url" if error.status_code == 404 else None
         message = f"{where}: {str(error.detail).lower()}"
         told = ApiError(error.status_code, message, code=code, headers=error.headers)
