@@ -118,6 +118,22 @@ def test_cached_tokens(client):
     assert 0 <= cached[0] < cached[1] < answers[0].usage.prompt_tokens
 
 
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_a_second_turn(llm, client, thinking):
+    """Every turn of a conversation read again from its beginning, where only its end is new; or
+    rows taken for known behind the place where a template writes the past in another way."""
+    asked = {"model": "", "extra_body": {"chat_template_kwargs": {"enable_thinking": thinking}}}
+    first = [{"role": "user", "content": f"Once more unto the breach, dear friends: {thinking}"}]
+    answer = client.chat.completions.create(messages=first, **asked, **GREEDY)
+    past = {"role": "assistant", "content": answer.choices[0].message.content}
+    second = [*first, past, {"role": "user", "content": "Or close the wall up"}]
+    prompts = [llm.chat_prompt(turn, enable_thinking=thinking)[0] for turn in (first, second)]
+    common = next(i for i, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b)
+    answer = client.chat.completions.create(messages=second, **asked, **GREEDY)
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert cached == common // 16 * 16 > 0
+
+
 def test_completions(llm, client):
     """A text, ids, several of each: choices in the wrong order, or another prompt's."""
     texts = ["To be", "Now is the winter"]

@@ -16,13 +16,12 @@ try:
     import ipaddress
     import os
     import socket
-    from pathlib import Path
     from urllib.parse import urlsplit
 
     import uvicorn
 
     from engine.checks import check_size
-    from engine.options import Parser, add_model_options, open_model
+    from engine.options import Parser, add_model_options, as_text, model_name, open_model
     from engine.params import check
     from engine.serve.server import Limits, create_app
     from engine.serve.service import Service
@@ -98,7 +97,7 @@ def serve(args: argparse.Namespace) -> int:
             app = create_app(
                 llm,
                 service,
-                name=args.alias or Path(args.model or "built-in").name,
+                name=as_text(args.alias) if args.alias else model_name(args),
                 api_key=key,
                 cors_origins=args.cors_origin,
                 limits=Limits(args.max_body_bytes, args.request_timeout, args.max_queued),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ class Guard:
     def __init__(self, app: ASGIApp, key: str | None, origins: Collection[str]):
         """key: None for no key. origins: of pages that may ask, beside the server's own."""
         self._app, self._origins = app, frozenset(origins)
-        self._key = None if key is None else key.encode()
+        self._key = None if key is None else os.fsencode(key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
