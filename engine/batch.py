@@ -32,7 +32,7 @@ try:
     from engine.config import show
     from engine.files import check_output
     from engine.llm import LLM
-    from engine.options import Parser, add_model_options, model_name, open_model
+    from engine.options import Parser, add_model_options, open_model
     from engine.serve.body import field, needed
     from engine.serve.errors import ApiError, failed, wrong
     from engine.serve.protocol import Call, chat_call, completion_call
@@ -106,7 +106,7 @@ def answer_rest(args: argparse.Namespace, ids: np.ndarray, results: Results) -> 
     llm = open_model(args)
     if llm.tokenizer is None:
         raise ValueError("the checkpoint has no tokenizer.json: a batch needs one")
-    name, rows = model_name(args), rows_left(args.input, ids, results.is_done)
+    name, rows = Path(args.model or "built-in").name, rows_left(args.input, ids, results.is_done)
     with tqdm(total=len(ids), initial=results.n_done, unit="row", disable=None) as bar:
         Batch(llm, name, args.max_running, results, bar).answer(rows)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 from engine.cache import KV_CACHES, KV_DTYPES
 from engine.llm import BACKENDS, LLM
@@ -52,16 +50,6 @@ def add_model_options(ap: Parser, blocks_only: bool = False) -> None:
     )
     option("--threads", int, "N", None, "threads to compute with (default: one a core)")
     option("--context", int, "N", None, "most tokens, prompt and text (default: the model's)")
-
-
-def model_name(args: argparse.Namespace) -> str:
-    """What others are told that the model is called: as its path ends."""
-    return as_text(Path(args.model or "built-in").name)
-
-
-def as_text(argument: str) -> str:
-    """An argument as it can be sent: bytes that are no UTF-8 are U+FFFD."""
-    return os.fsencode(argument).decode("utf-8", "replace")
 
 
 def open_model(args: argparse.Namespace) -> LLM:

@@ -16,12 +16,13 @@ try:
     import ipaddress
     import os
     import socket
+    from pathlib import Path
     from urllib.parse import urlsplit
 
     import uvicorn
 
     from engine.checks import check_size
-    from engine.options import Parser, add_model_options, as_text, model_name, open_model
+    from engine.options import Parser, add_model_options, open_model
     from engine.params import check
     from engine.serve.server import Limits, create_app
     from engine.serve.service import Service
@@ -97,7 +98,7 @@ def serve(args: argparse.Namespace) -> int:
             app = create_app(
                 llm,
                 service,
-                name=as_text(args.alias) if args.alias else model_name(args),
+                name=args.alias or Path(args.model or "built-in").name,
                 api_key=key,
                 cors_origins=args.cors_origin,
                 limits=Limits(args.max_body_bytes, args.request_timeout, args.max_queued),
@@ -150,6 +151,8 @@ def checked(args: argparse.Namespace) -> str | None:
     check_size("--max-body-bytes", args.max_body_bytes, 1 << 32)
     check("--request-timeout", args.request_timeout, float, 0, DAY, above=True)
     check("--drain-timeout", args.drain_timeout, float, 0, DAY)
+    if args.alias is not None and not args.alias.isprintable():  # half a character is not
+        raise ValueError(f"--alias is {args.alias!r}; a text that can be printed is needed")
     for origin in args.cors_origin:
         parts = urlsplit(origin)
         if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
