@@ -113,6 +113,13 @@ def test_schemas_of_any_kind(schema, client):
         refusal(response)
 
 
+def test_as_many_prompts_as_fit_in_a_body(client, llm, monkeypatch):
+    """Minutes of work with each of them, only to find that they are too many."""
+    monkeypatch.setattr(llm.tokenizer, "encode", None)
+    error = refusal(client.post(TEXT, json={"prompt": ["a"] * 100_000}))
+    assert error["param"] == "n" and "100000 samples" in error["message"]
+
+
 # ---------------------------------------------------------------- the context's end
 
 

@@ -128,7 +128,8 @@ def test_a_second_turn(llm, client, thinking):
     past = {"role": "assistant", "content": answer.choices[0].message.content}
     second = [*first, past, {"role": "user", "content": "Or close the wall up"}]
     prompts = [llm.chat_prompt(turn, enable_thinking=thinking)[0] for turn in (first, second)]
-    common = next(i for i, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b)
+    pairs = enumerate(zip(*prompts, strict=False))
+    common = next((i for i, (a, b) in pairs if a != b), len(prompts[0]))
     answer = client.chat.completions.create(messages=second, **asked, **GREEDY)
     cached = answer.usage.prompt_tokens_details.cached_tokens
     assert cached == common // 16 * 16 > 0
@@ -262,7 +263,7 @@ def test_models(client):
         ({"top_p": 0}, "top_p", "above 0"),
         ({"max_tokens": 0}, "max_tokens", "at least 1 and at most 2048"),
         ({"max_tokens": 10**30}, "max_tokens", "at most 2048"),
-        ({"max_completion_tokens": 1.5}, "max_tokens", "a whole number"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens", "a whole number"),
         ({"n": 129}, "n", "at most 128"),
         ({"n": 100}, "n", "asks for 100 samples; at most 64"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),

@@ -170,10 +170,11 @@ class Routes:
         text = b"".join(map(self.tokens.bytes_of, ids)).decode("utf-8", "replace")
         return JSONResponse({"content": text})
 
-    async def answer(self, request: Request, call_of: Callable[[LLM, dict], Call]) -> Response:
+    async def answer(self, request: Request, call_of: Callable[[LLM, dict, int], Call]) -> Response:
         """Read, submit, and answer whole or in a stream."""
         raw = await self.read(request)
-        call = await run_in_threadpool(lambda: self.checked(call_of(self.llm, named(parsed(raw)))))
+        most = self.limits.samples
+        call = await run_in_threadpool(lambda: call_of(self.llm, named(parsed(raw)), most))
         job = await Job.begun(self.service, call, self.limits.seconds)
         reply = Reply(call, call_of is chat_call, self.name, self.tokens)
         if call.stream:
@@ -199,12 +200,6 @@ class Routes:
         for request in job.requests:
             done = request.completion
             self.metrics.ended(done.metrics, len(done.token_ids))
-
-    def checked(self, call: Call) -> Call:
-        if call.n_samples > self.limits.samples:
-            most = f"at most {self.limits.samples} are possible"
-            raise wrong(f"the request asks for {call.n_samples} samples; {most}", "n")
-        return call
 
     async def read(self, request: Request) -> bytes:
         """A request's body; 413 where it is too large, 408 where it does not come."""
