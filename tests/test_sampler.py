@@ -18,6 +18,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.config import show
 from engine.kernels.jit import kernel
 from engine.kernels.sampling import sample
 from engine.sampler import Sampler, SamplingParams
@@ -456,7 +457,7 @@ def test_parameters_out_of_range(name, value):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{name: value})
     message = str(error.value)
-    assert message.startswith(f"{name} is {value!r}") and "\n" not in message
+    assert message.startswith(f"{name} is {show(value)}") and "\n" not in message
 
 
 @pytest.mark.parametrize(
