@@ -205,12 +205,9 @@ class Batch:
             raise wrong(f"url is {show(url)}; {' or '.join(CALLS)} is needed", "url")
         body = needed(line, "body", dict)
         field(body, "model", str)  # whatever it is called
-        call = CALLS[url](self.llm, body)
+        call = CALLS[url](self.llm, body, MOST_SAMPLES)
         if call.stream:
             raise wrong("stream is true; the rows of a batch are answered whole", "stream")
-        if call.n_samples > MOST_SAMPLES:
-            most = f"at most {MOST_SAMPLES} are possible"
-            raise wrong(f"the request asks for {call.n_samples} samples; {most}", "n")
         return call
 
     def _take(self, item: tuple[Row, int, Event] | None) -> None:

@@ -226,8 +226,8 @@ def json_rule(schema: dict | bool) -> str:
     schema = {} if schema is True else schema
     multiple = math.lcm(*multiples(schema))
     if multiple > MAX_MULTIPLE:
-        most = f"at most {MAX_MULTIPLE} is needed"
-        raise ValueError(f"the least common multiple of its multipleOf is {multiple}; {most}")
+        most = f"above {MAX_MULTIPLE}, the most that is possible"
+        raise ValueError(f"the least common multiple of its multipleOf is {most}")
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": JSON_SPACE}} | schema)
 
 

@@ -71,7 +71,7 @@ class SamplingParams:
             raise ValueError(f"ignore_eos is {show(self.ignore_eos)}; True or False is needed")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             most = f"at most max_tokens, which is {self.max_tokens}, is needed"
-            raise ValueError(f"min_tokens is {self.min_tokens}; {most}")
+            raise ValueError(f"min_tokens is {show(self.min_tokens)}; {most}")
         self._set("logit_bias", bias_pairs(self.logit_bias))
         self._set("stop", stop_strings(self.stop))
         self._set("stop_token_ids", plain_ids("stop_token_ids", self.stop_token_ids))

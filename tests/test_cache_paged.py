@@ -3,12 +3,11 @@
 import ctypes
 import dataclasses
 import gc
-import sys
-import threading
 from contextlib import suppress
 
 import numpy as np
 import pytest
+from racing import in_two_threads
 
 from engine.cache import BlockPool, Counts, PagedKvCache, PoolFull
 
@@ -461,28 +460,6 @@ def test_a_broken_pool_is_found(tamper):
     with pytest.raises(AssertionError):
         cache.pool.check_integrity()
     cache.block_table.clear()  # nothing is given back twice
-
-
-def in_two_threads(work) -> None:
-    """work(0) and work(1) at once, with as many switches between them as there can be."""
-    failed, interval = [], sys.getswitchinterval()
-
-    def run(me: int) -> None:
-        try:
-            work(me)
-        except BaseException as e:
-            failed.append(e)
-
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=run, args=(me,)) for me in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert failed == []
 
 
 def test_threads_share_a_pool():

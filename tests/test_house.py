@@ -110,6 +110,21 @@ def test_no_ring_of_imports():
     assert [name for name, found in reached.items() if name in found] == []
 
 
+@pytest.mark.parametrize("name", ["engine.run", "engine.batch", "engine.serve.__main__"])
+def test_commands_take_ctrl_c_first(name):
+    """Ctrl-C in the second that libraries take to be imported prints a traceback of them."""
+    before = set()
+    for node in TREES[name].body:
+        match node:
+            case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                break
+            case ast.Import(names=names):
+                before |= {alias.name for alias in names}
+            case ast.ImportFrom(module=module):
+                before.add(module)
+    assert before == {"__future__", "signal", "sys"}
+
+
 def test_no_import_inside_a_function():
     """A ring bridged where a reader does not look; these alone wait with a library until asked."""
     late = ("engine.loading.hub", "engine.grammar", "engine.run")

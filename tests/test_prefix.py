@@ -2,11 +2,10 @@
 
 import gc
 import signal
-import sys
-import threading
 
 import numpy as np
 import pytest
+from racing import in_two_threads
 
 from engine import LLM, SamplingParams
 from engine.cache import BlockPool, PagedKvCache, PoolFull, PrefixCache, prefix
@@ -447,31 +446,18 @@ def test_an_interrupt_tears_nothing(where, step, monkeypatch):
 def test_threads_share_prefixes():
     """A block evicted by one thread between another's finding it and holding it."""
     pool, prefixes = new(max_blocks=10)  # as many as two prompts fill
-    failed, interval = [], sys.getswitchinterval()
 
     def work(me: int) -> None:
-        try:
-            rng = np.random.default_rng(me)
-            for _ in range(300):
-                ids = prompt(int(rng.integers(1, 20)), int(rng.integers(3)))
-                cache = known(prefixes, ids)
-                check(cache, ids)
-                del cache
-                if rng.integers(20) == 0:
-                    prefixes.clear()
-        except BaseException as e:
-            failed.append(e)
+        rng = np.random.default_rng(me)
+        for _ in range(300):
+            ids = prompt(int(rng.integers(1, 20)), int(rng.integers(3)))
+            cache = known(prefixes, ids)
+            check(cache, ids)
+            del cache
+            if rng.integers(20) == 0:
+                prefixes.clear()
 
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(me,)) for me in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert failed == []
+    in_two_threads(work)
     prefixes.check_integrity()
     assert prefixes.counts.evictions > 0 and prefixes.counts.hit_tokens > 0
     prefixes.clear()

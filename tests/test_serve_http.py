@@ -238,7 +238,9 @@ def test_a_closed_connection_frees_the_model(llm):
         waiting.close()
         running.close()
         until(lambda: service.stats().finished.get("cancelled") == 2)
-        assert service.stats().running == service.stats().queued == 0
+        stats = service.stats()
+        assert stats.running == stats.queued == 0
+        assert stats.kv_blocks_used == stats.kv_blocks_cached  # of known prompts, and no others
         assert httpx.post(address + POSTS[0], json=HI | {"max_tokens": 2}).status_code == 200
     service.close()
 

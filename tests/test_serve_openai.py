@@ -118,6 +118,23 @@ def test_cached_tokens(client):
     assert 0 <= cached[0] < cached[1] < answers[0].usage.prompt_tokens
 
 
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_a_second_turn(llm, client, thinking):
+    """Every turn of a conversation read again from its beginning, where only its end is new; or
+    rows taken for known behind the place where a template writes the past in another way."""
+    asked = {"model": "", "extra_body": {"chat_template_kwargs": {"enable_thinking": thinking}}}
+    first = [{"role": "user", "content": f"Once more unto the breach, dear friends: {thinking}"}]
+    answer = client.chat.completions.create(messages=first, **asked, **GREEDY)
+    past = {"role": "assistant", "content": answer.choices[0].message.content}
+    second = [*first, past, {"role": "user", "content": "Or close the wall up"}]
+    prompts = [llm.chat_prompt(turn, enable_thinking=thinking)[0] for turn in (first, second)]
+    pairs = enumerate(zip(*prompts, strict=False))
+    common = next((i for i, (a, b) in pairs if a != b), len(prompts[0]))
+    answer = client.chat.completions.create(messages=second, **asked, **GREEDY)
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert cached == common // 16 * 16 > 0
+
+
 def test_completions(llm, client):
     """A text, ids, several of each: choices in the wrong order, or another prompt's."""
     texts = ["To be", "Now is the winter"]
@@ -246,7 +263,7 @@ def test_models(client):
         ({"top_p": 0}, "top_p", "above 0"),
         ({"max_tokens": 0}, "max_tokens", "at least 1 and at most 2048"),
         ({"max_tokens": 10**30}, "max_tokens", "at most 2048"),
-        ({"max_completion_tokens": 1.5}, "max_tokens", "a whole number"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens", "a whole number"),
         ({"n": 129}, "n", "at most 128"),
         ({"n": 100}, "n", "asks for 100 samples; at most 64"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),

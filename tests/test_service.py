@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import write_checkpoint
 from scheduling import random_prompts, request
+from serving import until
 
 from engine import LLM, SamplingParams
 from engine.serve.scheduler import Event
@@ -308,6 +309,29 @@ def test_an_error_of_the_scheduler_itself(where, llm, monkeypatch):
         assert again.end() == "length"
         assert again.token_ids == llm.generate(prompts[2], GREEDY).token_ids
         assert done.is_silent
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "close"])
+def test_an_error_in_the_rest_of_a_text(how, llm, gate, monkeypatch):
+    """A thread that dies of the text of one that is ended, or takes all others along."""
+    prompts = random_prompts([10, 12])
+    with serving(llm) as service:
+        broken, other = Listener(), Listener()
+        deadline = time.monotonic() + 0.05 if how == "deadline" else None
+        ticket = service.submit(prompts[0], ENDLESS, broken, deadline=deadline)
+        service.submit(prompts[1], GREEDY, other)
+        monkeypatch.setattr(ticket._request.reply, "flush", None)
+        gate.wait()
+        if how == "cancel":
+            ticket.cancel()
+        elif how == "deadline":
+            until(lambda: time.monotonic() > deadline)
+        gate.open()
+        if how == "close":
+            service.close()
+        assert broken.end() == "error" and isinstance(broken.events[-1].error, TypeError)
+        assert other.end() in ({"length", "cancelled"} if how == "close" else {"length"})
+        assert broken.is_silent and other.is_silent
 
 
 # ---------------------------------------------------------------- the queue, and the end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -376,3 +377,23 @@ def test_reasons_are_short(tmp_path):
     with pytest.raises(ValueError, match="eos_token 'x+") as error:
         Tokenizer.from_dir(tmp_path)
     assert len(str(error.value)) < 300 + len(str(tmp_path))
+
+
+def test_others_run_while_a_long_text_is_encoded():
+    """One long prompt for which a server with many clients, and the engine itself, stand still."""
+    text, turns, ended = "To be, or not to be " * 50_000, [], threading.Event()
+
+    def take_turns() -> None:
+        while not ended.wait(0.001):
+            turns.append(None)
+
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    try:
+        for encode in (TINY.encode, TINY.encode_plain):
+            turns.clear()
+            encode(text)
+            assert len(turns) > 10  # of some 100 to 1000; where it has to wait, 1 or 2
+    finally:
+        ended.set()
+        thread.join()

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import ipaddress
-import os
 import signal
-import socket
 import sys
-from pathlib import Path
-from urllib.parse import urlsplit
 
-if __name__ == "__main__":  # while we import, Ctrl-C just ends the process: no traceback
+if __name__ == "__main__":  # while we import the rest, Ctrl-C just ends the process: no traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
 
 try:
+    import argparse
+    import asyncio
+    import ipaddress
+    import os
+    import socket
+    from pathlib import Path
+    from urllib.parse import urlsplit
+
     import uvicorn
 
     from engine.checks import check_size
@@ -150,6 +151,8 @@ def checked(args: argparse.Namespace) -> str | None:
     check_size("--max-body-bytes", args.max_body_bytes, 1 << 32)
     check("--request-timeout", args.request_timeout, float, 0, DAY, above=True)
     check("--drain-timeout", args.drain_timeout, float, 0, DAY)
+    if args.alias is not None and not args.alias.isprintable():  # half a character is not
+        raise ValueError(f"--alias is {args.alias!r}; a text that can be printed is needed")
     for origin in args.cors_origin:
         parts = urlsplit(origin)
         if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
@@ -166,7 +169,9 @@ def listening(host: str, port: int) -> socket.socket:
     """A socket bound to an address; OSError, in one line, says why not."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends small writes at once only where it is told that this is TCP: else a chunk
+        # waits for the client to acknowledge the one before, 40 ms as a rule
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             if os.name == "posix":  # elsewhere it would let two servers have one port
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -14,7 +14,8 @@ KINDS = {bool: "true or false", str: "a text", dict: "an object", list: "a list"
 def parsed(raw: bytes, what: str = "the body") -> dict[str, Any]:
     """The object that a body holds; 400 for whatever else it is. `what`: how it is called there."""
     try:
-        body = json.loads(raw, parse_constant=refuse_constant)
+        text = raw.decode("utf-8-sig")  # json's own decoding guesses, and lets half a character by
+        body = json.loads(text, parse_constant=refuse_constant)
         if b"\\u" in raw:  # only so can half a character be spelled: UTF-8 has none
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -10,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.config import show
 from engine.serve.errors import ApiError
 
 OPEN = ("/", "/health")  # the page asks for a key itself
@@ -21,7 +23,7 @@ class Guard:
     def __init__(self, app: ASGIApp, key: str | None, origins: Collection[str]):
         """key: None for no key. origins: of pages that may ask, beside the server's own."""
         self._app, self._origins = app, frozenset(origins)
-        self._key = None if key is None else key.encode()
+        self._key = None if key is None else os.fsencode(key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
@@ -32,8 +34,8 @@ class Guard:
         origin = headers.get("origin")
         if origin and not {origin, "*"} & self._origins:
             # A page needs no leave to send a form to a server on loopback, and to keep it busy.
-            if urlsplit(origin).netloc != headers.get("host"):
-                message = f"pages of {origin} may not ask; --cors-origin lets them"
+            if place_of(origin) != headers.get("host"):
+                message = f"pages of {show(origin)} may not ask; --cors-origin lets them"
                 return ApiError(403, message, code="foreign_origin")
         if self._key is None or scope["path"] in OPEN:
             return None
@@ -48,6 +50,14 @@ class Guard:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def place_of(origin: str) -> str | None:
+    """Where an origin's pages come from, as they name it in Host; None for what is no origin."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # such as a bracket without its other
+        return None
 
 
 def response_of(error: ApiError) -> JSONResponse:

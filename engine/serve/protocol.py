@@ -43,12 +43,16 @@ class Call:
         return {"auto": ToolCallSplitter, "required": WholeCall}.get(self.tools, lambda: None)()
 
 
-def chat_call(llm: LLM, body: dict) -> Call:
-    """The call that the body of /v1/chat/completions is; ApiError names what is wrong in it."""
+def chat_call(llm: LLM, body: dict, most: int) -> Call:
+    """The call that the body of /v1/chat/completions is; ApiError names what is wrong in it.
+
+    most: how many samples it may ask for.
+    """
     if llm.chat_template is None:
         raise wrong("the model has no chat template: it continues text, at /v1/completions")
     stream, include_usage = stream_of(body)
     params = sampling_of(llm, body, max_tokens=None)
+    check_samples(params.n, most)
     top = checked("top_logprobs", field_or(body, "top_logprobs", 0), 0, MAX_LOGPROBS)
     if field(body, "logprobs", bool, False):
         params = replace(params, logprobs=top)
@@ -82,8 +86,8 @@ def chat_call(llm: LLM, body: dict) -> Call:
     return Call([ids], params, stream, include_usage, thinks, mode)
 
 
-def completion_call(llm: LLM, body: dict) -> Call:
-    """The call that the body of /v1/completions is; ApiError names what is wrong in it."""
+def completion_call(llm: LLM, body: dict, most: int) -> Call:
+    """The call that the body of /v1/completions is, as `chat_call`."""
     stream, include_usage = stream_of(body)
     params = sampling_of(llm, body, COMPLETION_TOKENS)
     if body.get("logprobs") is not None:
@@ -98,8 +102,15 @@ def completion_call(llm: LLM, body: dict) -> Call:
     schema = schema_of(body)
     if schema is not None:
         params = constrained(params, schema, "response_format")
-    prompts = [fitting(llm, prompt, "prompt") for prompt in prompts_of(body)]
-    return Call(prompts, params, stream, include_usage)
+    prompts = prompts_of(body)
+    check_samples(len(prompts) * params.n, most)  # before there is work with each
+    ids = [fitting(llm, prompt, "prompt") for prompt in prompts]
+    return Call(ids, params, stream, include_usage)
+
+
+def check_samples(n: int, most: int) -> None:
+    if n > most:
+        raise wrong(f"the request asks for {n} samples; at most {most} are possible", "n")
 
 
 def stream_of(body: dict) -> tuple[bool, bool]:

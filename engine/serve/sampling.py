@@ -37,16 +37,16 @@ def sampling_of(llm: LLM, body: dict, max_tokens: int | None) -> SamplingParams:
 
     max_tokens: what holds where the request does not say. 400 names the field that is wrong.
     """
-    if body.get("max_completion_tokens") is not None:  # max_tokens is its older name
-        body = body | {"max_tokens": body["max_completion_tokens"]}
+    for limit in ("max_completion_tokens", "max_tokens"):  # the newer name first
+        if body.get(limit) is not None:
+            body = body | {"max_tokens": checked(limit, body[limit], 1, llm.context)}
+            break
     given = {name: body[name] for name in SAME if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         given["logit_bias"] = bias_of(llm, body)
     params = replace(llm.default_params, max_tokens=max_tokens)
     for name, value in given.items():
         params = changed(params, name, value)
-    if "max_tokens" in given:
-        checked("max_tokens", params.max_tokens, 1, llm.context)
     for token in params.stop_token_ids:
         checked("stop_token_ids", token, 0, llm.config.vocab_size - 1)
     return params

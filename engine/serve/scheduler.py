@@ -125,7 +125,10 @@ class Scheduler:
         if request.is_finished:
             return None
         self._drop(request)
-        return request.end(reason)
+        try:
+            return request.end(reason)
+        except Exception as e:  # in what text it held
+            return self.fail(request, e)
 
     def fail(self, request: Request, error: Exception) -> Event:
         """As `end`, but for an error, also of one that has ended. What text it held is lost."""

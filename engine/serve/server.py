@@ -92,7 +92,7 @@ class Routes:
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
         ):
-            app.get(path)(route)
+            app.api_route(path, methods=["GET", "HEAD"])(route)
         for path, route in (
             ("/v1/chat/completions", self.chat),
             ("/v1/completions", self.completions),
@@ -142,21 +142,27 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """llama-server's; the text of special tokens is them, unless parse_special is false."""
-        body = parsed(await self.read(request))
+        return await run_in_threadpool(self.tokenized, await self.read(request))
+
+    async def detokenize(self, request: Request) -> Response:
+        return await run_in_threadpool(self.detokenized, await self.read(request))
+
+    def tokenized(self, raw: bytes) -> Response:
+        body = parsed(raw)
         content = needed(body, "content", str)
         plain = not field(body, "parse_special", bool, True)
         tokenizer = self.llm.tokenizer
         encode = tokenizer.encode_plain if plain else tokenizer.encode
         try:
-            ids = await run_in_threadpool(encode, content)
+            ids = encode(content)
         except ValueError as e:
             raise wrong(str(e), "content") from None
         if field(body, "with_pieces", bool, False):
             ids = [{"id": i, "piece": self.tokens.piece(i)} for i in ids]
         return JSONResponse({"tokens": ids})
 
-    async def detokenize(self, request: Request) -> Response:
-        ids = needed(parsed(await self.read(request)), "tokens", list)
+    def detokenized(self, raw: bytes) -> Response:
+        ids = needed(parsed(raw), "tokens", list)
         for i in ids:
             if type(i) is not int or not 0 <= i < self.llm.config.vocab_size:
                 most = self.llm.config.vocab_size - 1
@@ -164,10 +170,11 @@ class Routes:
         text = b"".join(map(self.tokens.bytes_of, ids)).decode("utf-8", "replace")
         return JSONResponse({"content": text})
 
-    async def answer(self, request: Request, call_of: Callable[[LLM, dict], Call]) -> Response:
+    async def answer(self, request: Request, call_of: Callable[[LLM, dict, int], Call]) -> Response:
         """Read, submit, and answer whole or in a stream."""
         raw = await self.read(request)
-        call = await run_in_threadpool(lambda: self.checked(call_of(self.llm, named(parsed(raw)))))
+        most = self.limits.samples
+        call = await run_in_threadpool(lambda: call_of(self.llm, named(parsed(raw)), most))
         job = await Job.begun(self.service, call, self.limits.seconds)
         reply = Reply(call, call_of is chat_call, self.name, self.tokens)
         if call.stream:
@@ -193,12 +200,6 @@ class Routes:
         for request in job.requests:
             done = request.completion
             self.metrics.ended(done.metrics, len(done.token_ids))
-
-    def checked(self, call: Call) -> Call:
-        if call.n_samples > self.limits.samples:
-            most = f"at most {self.limits.samples} are possible"
-            raise wrong(f"the request asks for {call.n_samples} samples; {most}", "n")
-        return call
 
     async def read(self, request: Request) -> bytes:
         """A request's body; 413 where it is too large, 408 where it does not come."""
@@ -263,7 +264,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return response_of(error)
 
     async def unknown(request: Request, error: HTTPException) -> Response:
-        where = f"{request.method} {request.url.path}"
+        where = f"{request.method} {show(request.scope['path'])}"
         code = "unknown_url" if error.status_code == 404 else None
         message = f"{where}: {str(error.detail).lower()}"
         told = ApiError(error.status_code, message, code=code, headers=error.headers)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from engine.llm import LLM
 from engine.reply import Completion
 from engine.sampler import SamplingParams
-from engine.serve.scheduler import Event, Request
+from engine.serve.scheduler import Event, Events, Request
 from engine.thinking import ThinkingSplitter
 
 Listener = Callable[[Event], None]
@@ -140,29 +140,32 @@ class Service:
             self._change.notify_all()
 
     def _serve(self) -> None:
-        scheduler = self._scheduler
-        while True:
+        closed = False
+        while not closed:
             with self._change:
                 self._change.wait_for(self._has_work)
                 new, self._new = self._new, []
                 ended, self._cancelled = self._cancelled, []
                 closed = self._closed
-            for request in new:
-                scheduler.add(request)
-            if closed:
-                ended = [*scheduler.running, *scheduler.waiting]
-            for request in ended:
-                self._tell(request, scheduler.end(request, "cancelled"))
-            if closed:
-                return
             try:
-                events = scheduler.step()
+                events = self._turn(new, ended, closed)
             except Exception as e:  # of the engine itself: nobody is left to wait for ever
                 with self._change:
                     begun = self._listeners.keys() - set(self._new)
-                events = [(request, scheduler.fail(request, e)) for request in begun]
+                events = [(request, self._scheduler.fail(request, e)) for request in begun]
             for request, event in events:
                 self._tell(request, event)
+
+    def _turn(self, new: list[Request], ended: list[Request], closed: bool) -> Events:
+        """Let requests in, end some, who are told so, and run a step; or `closed`: end all."""
+        scheduler = self._scheduler
+        for request in new:
+            scheduler.add(request)
+        if closed:
+            ended = [*scheduler.running, *scheduler.waiting]
+        for request in ended:
+            self._tell(request, scheduler.end(request, "cancelled"))
+        return [] if closed else scheduler.step()
 
     def _has_work(self) -> bool:
         return bool(self._new or self._cancelled or self._closed) or not self._scheduler.is_idle
