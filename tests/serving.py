@@ -36,9 +36,9 @@ def chat_model(path: Path) -> Path:
 
 
 @contextmanager
-def served(llm: LLM, service, **options) -> Iterator[str]:
-    """The server's address, while it runs in a thread."""
-    app = create_app(llm, service, name="tiny", **options)
+def served(llm: LLM, service, *, within=lambda app: app, **options) -> Iterator[str]:
+    """The server's address, while it runs in a thread. within: an app around its own."""
+    app = within(create_app(llm, service, name="tiny", **options))
     with socket.create_server(("127.0.0.1", 0)) as sock:
         config = uvicorn.Config(app, log_level="critical", ws="none", lifespan="off")
         server = uvicorn.Server(config)
@@ -52,12 +52,12 @@ def served(llm: LLM, service, **options) -> Iterator[str]:
     assert not thread.is_alive(), "the server does not end: a request hangs"
 
 
-def until(condition, seconds: float = 20.0) -> None:
+def until(condition, seconds: float = 20.0, every: float = 0.005) -> None:
     """Wait for something to become true; AssertionError if it does not."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
+        time.sleep(every)
 
 
 class Scripted:

@@ -4,47 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
+from processes import end, server
 
 from engine.serve.__main__ import listening, main
 
 LONG = {"prompt": "To be", "ignore_eos": True, "stream": True}
-
-
-@contextmanager
-def server(*args: str, **env: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """The process and its address, once it serves."""
-    command = [sys.executable, "-m", "engine.serve", "--port", "0", *args]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **env}
-    )
-    try:
-        for line in process.stderr:  # kernels may be compiled, which is said
-            if found := re.fullmatch(r"serving at (http://\S+)\n", line):
-                break
-        else:
-            pytest.fail(f"it has ended with status {process.wait()}")
-        yield process, found[1]
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def end(process: subprocess.Popen) -> str:
-    """What it says on stderr until its end."""
-    return process.communicate(timeout=60)[1]
 
 
 def test_serves_the_built_in_model():

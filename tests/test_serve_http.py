@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,7 +14,7 @@ import pytest
 from serving import Scripted, chat_model, served, sse, until
 
 from engine.llm import LLM
-from engine.serve.server import Limits, create_app
+from engine.serve.server import EventStream, Limits, create_app
 from engine.serve.service import Service
 
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -142,6 +143,40 @@ def test_an_error_ends_a_stream(open_server, script):
     with open_server.stream("POST", POSTS[0], json=HI | {"stream": True}) as response:
         *_, last = sse(response.iter_lines())
     assert last["error"]["type"] == "server_error" and "inside" not in last["error"]["message"]
+
+
+def test_a_stream_lets_others_go_between():
+    """One that has much to send at once, and keeps all others waiting; and that goes on sending to
+    a client whose connection has failed, which the loop cannot say meanwhile."""
+
+    class Unwatched:
+        @contextlib.asynccontextmanager
+        async def watched(self, receive):
+            yield
+
+    async def turns_at_sends() -> list[int]:
+        turns, seen = 0, []
+
+        async def chunks():
+            for i in range(5):
+                yield {"i": i}
+
+        async def others():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def send(message):
+            seen.append(turns)
+
+        running = asyncio.create_task(others())
+        await EventStream(Unwatched(), chunks())({}, None, send)
+        running.cancel()
+        return seen
+
+    seen = asyncio.run(turns_at_sends())
+    assert len(seen) == 7 and all(a < b for a, b in zip(seen[1:], seen[2:], strict=False))
 
 
 # ---------------------------------------------------------------- who may ask

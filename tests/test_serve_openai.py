@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 
 import openai
 import pytest
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletionChunk
+from openai_types import Sent, faults
+from pydantic import BaseModel, Field
 from serving import Scripted, chat_model, served, until
 
 from engine.llm import LLM
@@ -36,30 +38,35 @@ def llm(tmp_path_factory) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def client(llm):
+def sent() -> Sent:
+    """What the servers below have sent, and what is wrong with it."""
+    return Sent()
+
+
+@pytest.fixture(autouse=True)
+def all_is_of_openais_types(sent):
+    """Each answer, chunk and error of each test, to the last field: the client's own parser takes
+    nearly anything."""
+    sent.faults.clear()
+    yield
+    assert sent.faults == []
+
+
+@pytest.fixture(scope="module")
+def client(llm, sent):
     """A client of a server with the model itself behind it."""
     service = Service(llm)
-    with served(llm, service) as address:
+    with served(llm, service, within=sent.checked) as address:
         yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
     service.close()
 
 
 @pytest.fixture
-def scripted(llm):
+def scripted(llm, sent):
     """A server that says what a test wants: (script, client)."""
     script = Scripted()
-    with served(llm, script) as address:
+    with served(llm, script, within=sent.checked) as address:
         yield script, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-
-
-def checked(answer, kind):
-    """`answer`, which must be exactly of OpenAI's type: its parser takes nearly anything."""
-    kind.model_validate(answer.model_dump(), strict=True)
-    return answer
-
-
-def read(stream) -> list[ChatCompletionChunk]:
-    return [checked(chunk, ChatCompletionChunk) for chunk in stream]
 
 
 def told(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
@@ -73,9 +80,7 @@ def told(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
 
 def test_chat(llm, client):
     """A chat that is not what the engine itself answers, or usage that does not add up."""
-    answer = checked(
-        client.chat.completions.create(model="any", messages=HI, **GREEDY), ChatCompletion
-    )
+    answer = client.chat.completions.create(model="any", messages=HI, **GREEDY)
     (choice,) = answer.choices
     expected = llm.chat(HI, SamplingParams(**GREEDY))
     assert choice.message.content == expected.text
@@ -91,7 +96,7 @@ def test_stream_is_the_same_answer(client):
     """A stream whose chunks say something else than the whole answer, or in another form."""
     whole = client.chat.completions.create(model="", messages=HI, **GREEDY)
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = read(client.chat.completions.create(model="", messages=HI, **GREEDY, **options))
+    chunks = list(client.chat.completions.create(model="", messages=HI, **GREEDY, **options))
     first, *middle, last, usage = chunks
     assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
     assert all(chunk.choices[0].delta.role is None for chunk in middle)
@@ -105,7 +110,7 @@ def test_stream_is_the_same_answer(client):
 
 def test_stream_without_usage(client):
     """A chunk without choices where nobody asked for it breaks `chunk.choices[0]`."""
-    chunks = read(client.chat.completions.create(model="", messages=HI, stream=True, **GREEDY))
+    chunks = list(client.chat.completions.create(model="", messages=HI, stream=True, **GREEDY))
     assert all(len(chunk.choices) == 1 for chunk in chunks)
     assert all("usage" not in chunk.model_fields_set for chunk in chunks)
 
@@ -141,7 +146,7 @@ def test_completions(llm, client):
     expected = [llm.generate(text, SamplingParams(**GREEDY)).text for text in texts]
     ids = [llm.tokenizer.encode(text) for text in texts]
     for prompt, n in ((texts[0], 1), (ids[0], 1), (texts, 2), (ids, 2)):
-        answer = checked(client.completions.create(model="", prompt=prompt, **GREEDY), Completion)
+        answer = client.completions.create(model="", prompt=prompt, **GREEDY)
         assert [choice.text for choice in answer.choices] == expected[:n]
         assert [choice.index for choice in answer.choices] == list(range(n))
         assert answer.usage.prompt_tokens == sum(map(len, ids[:n]))
@@ -150,9 +155,6 @@ def test_completions(llm, client):
         mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == i]
         assert "".join(choice.text for choice in mine) == text
         assert [choice.finish_reason for choice in mine] == [None] * (len(mine) - 1) + ["length"]
-    for chunk in chunks:  # null while it goes on, as OpenAI sends it; its type knows only the end
-        chunk.choices[0].finish_reason = "length"
-        checked(chunk, Completion)
     assert len(client.completions.create(model="", prompt="To").choices[0].text) > 16  # 16 tokens
 
 
@@ -160,7 +162,7 @@ def test_logprobs_of_a_chat(client):
     """Logprobs that do not belong to the tokens, or that a stream loses."""
     asked = {"model": "", "messages": HI, "logprobs": True, "top_logprobs": 3, **GREEDY}
     answer = client.chat.completions.create(**asked)
-    content = checked(answer, ChatCompletion).choices[0].logprobs.content
+    content = answer.choices[0].logprobs.content
     assert len(content) == answer.usage.completion_tokens
     for entry in content:
         assert bytes(entry.bytes).decode("utf-8", "replace") == entry.token
@@ -168,7 +170,7 @@ def test_logprobs_of_a_chat(client):
         top = max(entry.top_logprobs, key=lambda other: other.logprob)
         assert (top.token, top.logprob) == (entry.token, entry.logprob) and entry.logprob <= 0
     assert "".join(entry.token for entry in content) == answer.choices[0].message.content
-    chunks = read(client.chat.completions.create(stream=True, **asked))
+    chunks = list(client.chat.completions.create(stream=True, **asked))
     given = [chunk.choices[0].logprobs for chunk in chunks]
     assert [entry for logprobs in given if logprobs for entry in logprobs.content] == content
     asked["top_logprobs"] = None
@@ -179,7 +181,7 @@ def test_logprobs_of_a_chat(client):
 def test_logprobs_of_a_completion(client):
     """Offsets that point beside the tokens; the chosen token missing among the likeliest."""
     asked = {"model": "", "prompt": "To be", "seed": 3, "max_tokens": 6, "logprobs": 2}
-    answer = checked(client.completions.create(**asked), Completion)
+    answer = client.completions.create(**asked)
     text, told = answer.choices[0].text, answer.choices[0].logprobs
     for token, at, logprob, top in zip(
         told.tokens, told.text_offset, told.token_logprobs, told.top_logprobs, strict=True
@@ -203,12 +205,42 @@ def test_stop(client):
         assert answer.choices[0].finish_reason == "stop"
 
 
+def test_stop_of_a_chat(client):
+    """A stop string that a stream has begun to send before it is whole, or that only completions
+    look at."""
+    asked = {"model": "", "messages": HI, "temperature": 0, "max_tokens": 12}
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    cut = whole[5:9]
+    answer = client.chat.completions.create(stop=cut, **asked)
+    assert answer.choices[0].message.content == whole[: whole.index(cut)]
+    assert answer.choices[0].finish_reason == "stop"
+    chunks = list(client.chat.completions.create(stop=cut, stream=True, **asked))
+    assert told(chunks) == whole[: whole.index(cut)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_usage_of_streamed_completions(client):
+    """Tokens of several prompts and samples that are counted once, or not at all."""
+    asked = {"model": "", "prompt": ["To be", "Now is the winter"], "n": 2, "seed": 5}
+    whole = client.completions.create(max_tokens=6, **asked)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.completions.create(max_tokens=6, **asked, **options)
+    assert last.choices == [] and all(chunk.usage is None for chunk in chunks)
+    same = "prompt_tokens", "completion_tokens", "total_tokens"
+    assert [getattr(last.usage, n) for n in same] == [getattr(whole.usage, n) for n in same]
+    texts = [""] * 4
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
 def test_seed_and_n(client):
     """Samples of one seed that are all the same, or that change from run to run."""
 
     def texts(seed: int | None, n: int = 3) -> list[str]:
         asked = {"model": "", "messages": HI, "max_tokens": 12, "seed": seed, "n": n}
-        answer = checked(client.chat.completions.create(**asked), ChatCompletion)
+        answer = client.chat.completions.create(**asked)
         assert [choice.index for choice in answer.choices] == list(range(n))
         return [choice.message.content for choice in answer.choices]
 
@@ -216,7 +248,7 @@ def test_seed_and_n(client):
     assert texts(7) == first and len(set(first)) == 3
     assert texts(8) != first
     assert len(set(texts(None))) == 3
-    chunks = read(
+    chunks = list(
         client.chat.completions.create(
             model="", messages=HI, max_tokens=12, seed=7, n=3, stream=True
         )
@@ -346,7 +378,7 @@ def test_tool_calls(scripted):
     script, client = scripted
     script.text = f"Let me see.\n\n{CALL}\n{CALL}"
     asked = {"model": "", "messages": HI, "tools": [TOOL]}
-    answer = checked(client.chat.completions.create(**asked), ChatCompletion)
+    answer = client.chat.completions.create(**asked)
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
     for call in choice.message.tool_calls:
@@ -360,7 +392,7 @@ def test_tool_calls(scripted):
     calls = [(c.function.name, c.function.arguments) for c in final.choices[0].message.tool_calls]
     assert calls == [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
     assert final.choices[0].message.content == "Let me see."
-    read(client.chat.completions.create(stream=True, **asked))
+    list(client.chat.completions.create(stream=True, **asked))
 
 
 def test_tool_calls_only_where_there_are_tools(scripted):
@@ -393,7 +425,7 @@ def test_reasoning(scripted):
     asked = {"model": "", "messages": HI}
     message = client.chat.completions.create(**asked).choices[0].message
     assert (message.content, message.reasoning_content) == ("Yes.", "Hm.")
-    chunks = read(client.chat.completions.create(stream=True, **asked))
+    chunks = list(client.chat.completions.create(stream=True, **asked))
     thoughts = [getattr(c.choices[0].delta, "reasoning_content", None) for c in chunks]
     assert "".join(filter(None, thoughts)) == "Hm." and told(chunks) == "Yes."
     script.text = "Hm.\n</think>\n\nYes."  # where the prompt has opened the block
@@ -443,6 +475,21 @@ def test_constraints_with_the_model(client):
         asked(response_format=about)
 
 
+def test_a_text_of_a_pydantic_model(client):
+    """The schema that the client makes of a class, refused, or an answer that is none of it."""
+
+    class Scene(BaseModel):
+        act: int = Field(ge=1, le=5)
+        ghost: bool
+
+    asked = {"model": "", "messages": HI, "max_tokens": 300, "seed": 3}
+    answer = client.chat.completions.parse(response_format=Scene, **asked)
+    assert 1 <= answer.choices[0].message.parsed.act <= 5
+    with client.chat.completions.stream(response_format=Scene, **asked) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+
+
 def test_constraints_are_passed_on(scripted, monkeypatch):
     """A schema that never reaches the sampler; a forced call left as text."""
     script, client = scripted
@@ -480,6 +527,24 @@ def test_a_full_queue(scripted):
     assert int(e.value.response.headers["retry-after"]) >= 1
 
 
+def test_a_full_queue_is_asked_again(scripted):
+    """A client that gives up, though it was told when to come again."""
+    script, client = scripted
+    script.text, script.full = "Yes.", True
+    submit = script.submit
+
+    def once(*args, **more):
+        try:
+            return submit(*args, **more)
+        finally:
+            script.full = False
+
+    script.submit = once
+    patient = client.with_options(max_retries=1)
+    answer = patient.chat.completions.create(model="", messages=HI)
+    assert answer.choices[0].message.content == "Yes." and len(script.requests) == 1
+
+
 def test_part_of_the_samples_finds_room(scripted):
     """The first samples of a refused request that go on for nobody."""
     script, client = scripted
@@ -496,10 +561,50 @@ def test_part_of_the_samples_finds_room(scripted):
     assert len(script.requests) == 2 and all(r.cancelled.is_set() for r in script.requests)
 
 
-def test_timeout(llm):
+def test_keys_and_limits(llm, sent):
+    """A refusal that the client takes for another kind of error."""
+    limits = Limits(body_bytes=1000)
+    options = {"api_key": "k", "limits": limits, "within": sent.checked}
+    with served(llm, Scripted("Yes."), **options) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="k", max_retries=0)
+        assert client.chat.completions.create(model="", messages=HI).choices[0].message.content
+        for call in (
+            client.with_options(api_key="wrong").models.list,
+            lambda: client.with_options(api_key="wrong").completions.create(model="", prompt="To"),
+        ):
+            with pytest.raises(openai.AuthenticationError) as e:
+                call()
+            assert e.value.code == "invalid_api_key"
+        with pytest.raises(openai.APIStatusError, match="1000 bytes") as e:
+            client.completions.create(model="", prompt="x" * 1000)
+        assert e.value.status_code == 413
+        foreign = {"Origin": "https://evil.org"}
+        with pytest.raises(openai.PermissionDeniedError):
+            client.models.list(extra_headers=foreign)
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="", input="x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_own_timeout(scripted, stream):
+    """A request that runs on when its client has lost patience, before a word or after some."""
+    script, client = scripted
+    script.text, script.hold = "Once upon a time", 2 if stream else 0
+    hasty = client.with_options(timeout=0.5)
+    # an error of the package it has its connections of, where it has begun to stream
+    with pytest.raises(Exception if stream else openai.APITimeoutError) as e:
+        answer = hasty.chat.completions.create(model="", messages=HI, stream=stream)
+        for _ in answer:
+            pass
+    assert "timed out" in str(e.value)
+    until(lambda: all(request.cancelled.is_set() for request in script.requests))
+
+
+def test_timeout(llm, sent):
     """A request that takes for ever; one whose client is told that all is well."""
     script = Scripted("Once upon a time", hold=2)
-    with served(llm, script, limits=Limits(seconds=0.2)) as address:
+    limits = Limits(seconds=0.2)
+    with served(llm, script, limits=limits, within=sent.checked) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
         with pytest.raises(openai.InternalServerError, match="longer than 0.2 s") as e:
             client.chat.completions.create(model="", messages=HI)
@@ -537,3 +642,68 @@ def test_cancel_of_a_stream(scripted):
     stream.close()
     until(lambda: all(request.cancelled.is_set() for request in script.requests))
     assert len(script.requests) == 2
+
+
+def test_cancel_of_a_task(scripted):
+    """A task that is cancelled, or a block of `async with` that is left, whose request runs on."""
+    script, client = scripted
+    script.text, script.hold = "Once upon a time", 2
+
+    async def ask() -> str:
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key="none") as asking:
+            create = asking.chat.completions.create
+            waiting = asyncio.create_task(create(model="", messages=HI))
+            while not script.requests:
+                await asyncio.sleep(0.005)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert waiting.cancelled()
+            text = ""
+            async with await create(model="", messages=HI, stream=True) as stream:
+                async for chunk in stream:
+                    text += chunk.choices[0].delta.content or ""
+                    if len(text) == 6:
+                        return text
+
+    assert asyncio.run(ask()) == "Once u"
+    until(lambda: all(request.cancelled.is_set() for request in script.requests))
+    assert len(script.requests) == 2
+
+
+# ---------------------------------------------------------------- the check of what is sent
+
+
+@pytest.mark.parametrize(
+    ("path", "chunk", "change", "fault"),
+    [
+        ("/v1/chat/completions", False, {"created": "now"}, "ChatCompletion: ('created',)"),
+        ("/v1/chat/completions", False, {"object": "text"}, "('object',)"),
+        ("/v1/chat/completions", False, {"choices": [{}]}, "'finish_reason'"),
+        ("/v1/chat/completions", False, {"more": 1}, "no field more"),
+        ("/v1/chat/completions", False, {"usage": {"prompt_tokens": 1.5}}, "'prompt_tokens'"),
+        ("/v1/chat/completions", True, {"choices": [{"index": 0}]}, "'delta'"),
+        ("/v1/completions", True, {"choices": [{"index": 0}]}, "'text'"),
+        ("/v1/completions", False, {"id": None}, "('id',)"),
+        ("/v1/models/x", False, {}, "Model: ('owned_by',)"),
+        ("/v1/completions", False, {"error": {"message": "no", "type": "x"}}, "error.code is"),
+    ],
+)
+def test_faults_are_found(path, chunk, change, fault):
+    """A check of all that is sent, in all tests above, that lets everything through."""
+    kind = "chat.completion" if "chat" in path else "text_completion"
+    kind = "chat.completion.chunk" if chunk and "chat" in path else kind
+    data = {"id": "x", "object": kind, "created": 1, "model": "tiny", "choices": []}
+    if "models" not in path:
+        assert faults(data, path, chunk=chunk) == []
+    assert any(fault in found for found in faults(data | change, path, chunk=chunk))
+
+
+def test_all_is_looked_at(client, sent):
+    """Answers or chunks that go past the check."""
+    before = sent.n_objects
+    client.completions.create(model="", prompt="To", max_tokens=1)
+    assert sent.n_objects == before + 1
+    chunks = list(client.chat.completions.create(model="", messages=HI, stream=True, **GREEDY))
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+    assert sent.n_objects == before + 2 + len(chunks)

@@ -233,6 +233,7 @@ class EventStream(StreamingResponse):
         async def body(data: str, more: bool = True) -> None:
             message = {"type": "http.response.body", "body": data.encode(), "more_body": more}
             await send(message)
+            await asyncio.sleep(0)  # send may not wait: let others run, and see who has gone
 
         async with self._job.watched(receive):
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
