@@ -20,7 +20,7 @@ SETTABLE = (
 )
 COMMANDS = {
     "system": ("[TEXT]", "show the system message, or set it"),
-    "clear": ("", "forget the conversation; the system message stays"),
+    "clear": ("", "forget all but the system message, which frees the context"),
     "retry": ("", "answer the last message again"),
     "save": ("F", "write the conversation to F, as JSON"),
     "load": ("F", "go on with the conversation in F"),
@@ -172,12 +172,14 @@ class Repl:
     def _system(self, text: str) -> None:
         if text:
             self.conversation.system = text
+            self._note("the system message is set")
         else:
             system = self.conversation.system
             self._note("there is no system message" if system is None else system)
 
     def _clear(self, _: str) -> None:
         self.conversation.clear()
+        self._note("the conversation is forgotten")
 
     def _retry(self, _: str) -> None:
         self._turn(None)

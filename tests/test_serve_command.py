@@ -104,6 +104,7 @@ def test_a_key_from_the_environment():
         (["--drain-timeout", "-1"], "--drain-timeout is -1"),
         (["--cors-origin", "a.org"], "--cors-origin is 'a.org'"),
         (["--cors-origin", "https://a.org/"], "--cors-origin is 'https://a.org/'"),
+        (["--cors-origin", "http://["], "--cors-origin is 'http://['"),
         (["--api-key", " "], "the API key is empty"),
         (["--alias", "\udcff"], "--alias is '\\udcff'"),
         (["--alias", "a\nb"], "--alias is 'a\\nb'"),

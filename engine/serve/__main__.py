@@ -17,13 +17,13 @@ try:
     import os
     import socket
     from pathlib import Path
-    from urllib.parse import urlsplit
 
     import uvicorn
 
     from engine.checks import check_size
     from engine.options import Parser, add_model_options, open_model
     from engine.params import check
+    from engine.serve.guard import place_of
     from engine.serve.server import Limits, create_app
     from engine.serve.service import Service
 except ValueError as e:  # an environment variable that says what this processor cannot do
@@ -32,8 +32,8 @@ except ValueError as e:  # an environment variable that says what this processor
 except ModuleNotFoundError as e:
     if e.name not in ("uvicorn", "fastapi", "starlette", "prometheus_client"):
         raise
-    print(f"error: {e.name} is missing; pip install 'engine[server]' brings it", file=sys.stderr)
-    sys.exit(FAILED)
+    print(f'error: {e.name} is missing: pip install ".[server]" brings it', file=sys.stderr)
+    sys.exit(BAD_INPUT)
 
 DAY = 86_400.0  # seconds
 DRAIN = 30.0  # seconds that requests under way have once the server is to end
@@ -154,8 +154,8 @@ def checked(args: argparse.Namespace) -> str | None:
     if args.alias is not None and not args.alias.isprintable():  # half a character is not
         raise ValueError(f"--alias is {args.alias!r}; a text that can be printed is needed")
     for origin in args.cors_origin:
-        parts = urlsplit(origin)
-        if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
+        place = place_of(origin)
+        if origin != "*" and (not place or origin != f"{origin.partition(':')[0]}://{place}"):
             raise ValueError(
                 f"--cors-origin is {origin!r}; * or one such as https://a.org is needed"
             )
