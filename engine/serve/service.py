@@ -140,21 +140,25 @@ class Service:
             self._change.notify_all()
 
     def _serve(self) -> None:
-        closed = False
-        while not closed:
+        while self._round():
+            pass
+
+    def _round(self) -> bool:
+        """Wait for work, and do a turn of it; False: that was the last."""
+        with self._change:
+            self._change.wait_for(self._has_work)
+            new, self._new = self._new, []
+            ended, self._cancelled = self._cancelled, []
+            closed = self._closed
+        try:
+            events = self._turn(new, ended, closed)
+        except Exception as e:  # of the engine itself: nobody is left to wait for ever
             with self._change:
-                self._change.wait_for(self._has_work)
-                new, self._new = self._new, []
-                ended, self._cancelled = self._cancelled, []
-                closed = self._closed
-            try:
-                events = self._turn(new, ended, closed)
-            except Exception as e:  # of the engine itself: nobody is left to wait for ever
-                with self._change:
-                    begun = self._listeners.keys() - set(self._new)
-                events = [(request, self._scheduler.fail(request, e)) for request in begun]
-            for request, event in events:
-                self._tell(request, event)
+                begun = self._listeners.keys() - set(self._new)
+            events = [(request, self._scheduler.fail(request, e)) for request in begun]
+        for request, event in events:
+            self._tell(request, event)
+        return not closed
 
     def _turn(self, new: list[Request], ended: list[Request], closed: bool) -> Events:
         """Let requests in, end some, who are told so, and run a step; or `closed`: end all."""
