@@ -61,7 +61,7 @@ def closest(spelled: str, options: list[str]) -> str | None:
     words = {option.lstrip("-"): option for option in options}  # dashes make all of them alike
     word = spelled.lstrip("-")
     begun = [known for known in words if len(word) > 1 and known.startswith(word)]
-    return next((words[known] for known in begun or get_close_matches(word, words, 1)), None)
+    return next((words[known] for known in begun or get_close_matches(word, words, 1, 0.8)), None)
 
 
 def add_model_options(ap: Parser, blocks_only: bool = False) -> None:
