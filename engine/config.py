@@ -21,8 +21,8 @@ class Brief(reprlib.Repr):
     """What a file or a caller claims may be of any length and depth; an error is one line."""
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to print more than some thousand digits
-        return f"a number of {x.bit_length()} bits" if x.bit_length() > 4096 else f"{x!r}"
+        # hundreds of digits are no short line, and some thousands Python refuses to print
+        return f"a number of {x.bit_length()} bits" if x.bit_length() > 128 else f"{x!r}"
 
 
 brief = Brief()

@@ -164,7 +164,7 @@ class Decoding:
             self.profile.steps[-1].token_id = token
         if self._grammar:
             self._grammar.take(token)
-        free = self._grammar is None or self._grammar.allowed() is None
+        free = self._grammar is None or self._grammar.is_free
         if self._budget and free and not self._forced:  # a text that is constrained has no thoughts
             self._forced = self._budget.take(token)
         complete = self._grammar is not None and self._grammar.is_finished

@@ -71,13 +71,14 @@ def steps(model, decoding: Decoding) -> Iterator[list[int]]:
                 logits = model.new_logits(run.n_logits)
             known = logits[: run.n_logits]
             try:
-                model.forward([run], known, decoding.profile)
-            except PoolFull:
-                if run.n_logits < 2:
-                    raise
-                # others hold the blocks that the guesses need: without any, this may be the end
-                run, known = decoding.next_run(decoding.n_missing), logits[:1]
-                model.forward([run], known, decoding.profile)
+                try:
+                    model.forward([run], known, decoding.profile)
+                except PoolFull:
+                    if run.n_logits < 2:
+                        raise
+                    # others hold the blocks that the guesses need: without any, this may be the end
+                    run, known = decoding.next_run(decoding.n_missing), logits[:1]
+                    model.forward([run], known, decoding.profile)
             except BaseException:
                 decoding.drop_rows()
                 raise

@@ -68,8 +68,8 @@ class Grammar:
         vocab_size: the model's; ids that the tokenizer does not have, and its added tokens, are
         never allowed. eos_ids: what may end a complete text, and may not come before; with
         params.ignore_eos they may never. after: the ids of a tag such as </think>: until they
-        have come everything is allowed; then newlines, two at most, and the text that is
-        constrained. opens: the id of a tag such as <think>, which may come first in place of the
+        have come everything but an end is allowed; then newlines, two at most, and the text that
+        is constrained. opens: the id of a tag such as <think>, which may come first in place of the
         text, and only then is anything allowed before `after`. ValueError, in one line, for what
         llguidance cannot take, for what no text satisfies, and where the package is not installed.
         The first for a tokenizer takes a second.
@@ -97,13 +97,18 @@ class Grammar:
         ends = frozenset() if params.ignore_eos else frozenset(eos_ids)
         return cls(name, matcher, vocabulary, ends, after or (), opens)
 
-    def allowed(self) -> np.ndarray | None:
+    def allowed(self) -> np.ndarray:
         """(ceil(vocab_size / 32),) int32 for the next token: bit i % 32 of word i // 32 is id i's.
 
-        None: all of them. The end ids are among them where the text is complete; they alone are
-        where nothing can follow. So with no end ids, ask `is_finished` first. Not to be written to.
+        The end ids are among them where the text is complete; they alone are where nothing can
+        follow. So with no end ids, ask `is_finished` first. Not to be written to.
         """
-        return None if self._tail is not None else self._mask
+        return ~self._eos_bits if self.is_free else self._mask
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is before `after`: anything may come but an end, which would leave no text."""
+        return self._tail is not None
 
     def take(self, token_id: int) -> None:
         """A token was chosen.

@@ -50,10 +50,18 @@ class Parser(argparse.ArgumentParser):
         ours = next((ours for ours, theirs in ELSEWHERE.items() if spelled in theirs.split()), None)
         if ours in options or ours in places:
             return f" ({name} is {ours} here)"
-        if spelled.startswith("--") and (close := get_close_matches(spelled, options, 1)):
-            return f" (is {close[0]} meant?)"
+        if spelled.startswith("--") and (close := closest(spelled, options)):
+            return f" (is {close} meant?)"
         dashed = name and "PROMPT" in places
         return " (a prompt that begins with a dash goes behind --)" if dashed else ""
+
+
+def closest(spelled: str, options: list[str]) -> str | None:
+    """The one that is most likely meant: one that begins so, else one that looks alike."""
+    words = {option.lstrip("-"): option for option in options}  # dashes make all of them alike
+    word = spelled.lstrip("-")
+    begun = [known for known in words if len(word) > 1 and known.startswith(word)]
+    return next((words[known] for known in begun or get_close_matches(word, words, 1, 0.8)), None)
 
 
 def add_model_options(ap: Parser, blocks_only: bool = False) -> None:

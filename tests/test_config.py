@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, show
 
 # Qwen/Qwen3-0.6B as published.
 QWEN3 = {
@@ -217,6 +217,13 @@ def test_numbers_of_a_wrong_kind(key, value):
 def test_numbers_beyond_a_float(key, value):
     """A whole number of 400 digits, which is valid JSON, is an OverflowError."""
     refused(QWEN3 | {key: value}, "config.json", key)
+
+
+@pytest.mark.parametrize("digits", [38, 40, 1200, 5000])
+def test_a_number_is_shown_short(digits):
+    """An error of a thousand digits, or one that Python refuses to print."""
+    shown = show(10**digits)
+    assert len(shown) <= 40 and (shown == f"{10**digits}" if digits < 39 else "bits" in shown)
 
 
 def test_rope_theta_of_a_wrong_kind_in_a_newer_file():

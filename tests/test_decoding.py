@@ -13,6 +13,7 @@ from scripted import finish, ids_of_rows, request, script
 
 import engine
 from engine import LLM, SamplingParams
+from engine.cache import PoolFull
 from engine.grammar import Grammar
 from engine.run import main
 from engine.tokenizer import Tokenizer
@@ -200,6 +201,27 @@ def test_a_step_that_fails(after):
     session = decoding.session
     assert ids_of_rows(session.cache) == session.ids[:-1]
     assert session.ids == [*prompt, *decoding.token_ids]
+
+
+def test_a_step_without_its_guesses_that_fails():
+    """The row of the last token is left there, and the next turn has nothing to run."""
+    prompt = [1, *spelled("to be or not to be"), 1]
+    model = script(spelled("to be at not to bed"), SIZE, len(prompt))
+    forward, refused = model.forward, []
+
+    def failing(runs, logits, profile=None):
+        if len(logits) > 1:
+            refused.append(len(logits))
+            raise PoolFull("no blocks for guesses")
+        forward(runs, logits, profile)
+        if refused:
+            raise KeyboardInterrupt
+
+    model.forward = failing
+    generation, decoding = request(model, prompt, SamplingParams(**GREEDY), lookup=8)
+    with pytest.raises(KeyboardInterrupt):
+        finish(generation)
+    assert refused and ids_of_rows(decoding.session.cache) == decoding.session.ids[:-1]
 
 
 def test_logits_that_are_not_finite_among_guesses():

@@ -147,6 +147,9 @@ def test_unknown_flags_are_status_2(args, capsys):
         (["a", "--n_predict", "5"], "--n_predict 5 (--n_predict is --max-tokens here)"),
         (["-p", "a"], "-p (-p is PROMPT here)"),
         (["a", "--max_tokens=5"], "--max_tokens=5 (is --max-tokens meant?)"),
+        (["a", "--tempe", "5"], "--tempe 5 (is --temperature meant?)"),
+        (["a", "--max-num-seqs", "5"], "--max-num-seqs 5 (a prompt"),  # not --max-tokens
+        (["a", "--n", "5"], "--n 5 (a prompt that begins with a dash goes behind --)"),
         (["a", "--served-model-name", "b"], "--served-model-name b (a prompt"),  # the server's
         (["-Hello"], "-Hello (a prompt that begins with a dash goes behind --)"),
         (["a", "b"], "b; --help"),

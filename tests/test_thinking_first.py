@@ -76,6 +76,15 @@ def test_a_budget_leaves_a_constrained_text_alone(llm):
     assert re.fullmatch("<think>[ab]{9}", llm.tokenizer.decode(llm.chat(HELLO, params).token_ids))
 
 
+def test_thoughts_do_not_end_a_reply(llm):
+    """No answer, of a model that would end its reply amid its thoughts, called a complete one."""
+    ids = llm.tokenizer.added_ids
+    bias = {ids[OPEN]: 50, ids[CLOSE]: 80} | dict.fromkeys(llm.eos_ids, 100)
+    params = SamplingParams(max_tokens=40, logit_bias=bias, json_schema=NAME)
+    done = llm.chat(HELLO, params)
+    assert json.loads(done.text) in NAME["enum"] and done.finish_reason == "stop"
+
+
 def test_where_a_block_may_begin(path, llm):
     """A tag that is only text, or a block that has ended, taken for one that may begin."""
     tokenizer, own = llm.tokenizer, llm.tokenizer.added_ids[OPEN]
@@ -110,7 +119,7 @@ def test_only_the_first_token_opens(thoughts, newline):
     grammar.take(opens)
     for token in thoughts:
         grammar.take(token)
-        assert grammar.allowed() is None and not grammar.is_finished
+        assert grammar.is_free and not grammar.is_finished
     grammar.take(closes)
     if newline:
         grammar.take(tokenizer.encode("\n")[0])

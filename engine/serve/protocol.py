@@ -12,7 +12,7 @@ from engine.serve.body import field, needed
 from engine.serve.errors import wrong
 from engine.serve.sampling import checked, constrained, sampling_of
 from engine.serve.tools import ToolCallSplitter, WholeCall
-from engine.thinking import OPEN, ThinkingSplitter
+from engine.thinking import ThinkingSplitter
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RESERVED = {"self", "tokenizer", "messages", "tools", "add_generation_prompt"}
@@ -77,13 +77,11 @@ def chat_call(llm: LLM, body: dict, most: int) -> Call:
     if mode != "none":
         arguments["tools"] = tools
     try:
-        ids = llm.chat_template.encode(llm.tokenizer, messages, **arguments)
-        text = llm.chat_template.render(messages, **arguments)
+        ids, splitter = llm.chat_prompt(messages, **arguments)
     except ValueError as e:
         raise wrong(str(e), "messages") from None
-    thinks = text.rstrip().endswith(OPEN)
     ids = fitting(llm, ids, "messages")
-    return Call([ids], params, stream, include_usage, thinks, mode)
+    return Call([ids], params, stream, include_usage, splitter.opened, mode)
 
 
 def completion_call(llm: LLM, body: dict, most: int) -> Call:
