@@ -115,7 +115,8 @@ class KernelCache(caching.FunctionCache):
 
     def load_overload(self, sig, target_context):
         try:
-            found = super().load_overload(sig, target_context)
+            with uninterrupted():  # LLVM calls back, and what is raised in there is lost
+                found = super().load_overload(sig, target_context)
             if found is not None and found.signature.args != tuple(sig):
                 raise ValueError(f"it is for {found.signature}")
         except Exception as e:  # a truncated pickle can raise anything

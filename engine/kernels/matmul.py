@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import types
-from numba.extending import overload
+from numba.extending import overload, register_jitable
 
 from engine.kernels.int8 import (
     STEP,
@@ -110,7 +110,7 @@ def rows_for(n_tokens: int) -> int:
     return 1 if n_tokens == 1 else n_tokens + max(TILE_TOKENS, STEP_TOKENS) - 1
 
 
-@inlined
+@register_jitable  # to Python it is plain Python: nothing to compile at every start
 def padded(n):
     """n rounded up to whole blocks."""
     return (n + BLOCK - 1) // BLOCK * BLOCK
