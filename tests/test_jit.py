@@ -304,3 +304,22 @@ print(steps)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "['ended', 'interrupted']", done.stderr
+
+
+STARTS = """
+from numba.core import event
+from engine import LLM, SamplingParams
+
+compiled = event.RecordingListener()
+event.register("numba:compile", compiled)
+LLM(threads=1).generate("To be", SamplingParams(max_tokens=2))
+print(sorted({str(e.data["dispatcher"]) for _, e in compiled.buffer}))
+"""
+
+
+def test_a_warm_start_compiles_nothing():
+    """A helper of kernels that Python calls as well: it is compiled at every start, and Ctrl-C in
+    the middle of it is lost."""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
