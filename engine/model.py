@@ -235,7 +235,7 @@ class Team:
                 with suppress(KeyboardInterrupt):  # a second one must not leave a rank at work
                     wait(others)
             if len(others) < self.ranks - 1:  # the system refused a thread, or we were interrupted
-                self._pool.shutdown(wait=False, cancel_futures=True)
+                self._end_pool()
                 self._pool = self._new_pool()
             self.flags = new_flags(self.ranks)
             raise
@@ -245,6 +245,14 @@ class Team:
             return self._pool.submit(self._run_rank, me, function, args)
         except RuntimeError as e:
             raise OSError(f"the system refused one of {self.ranks} threads ({e})") from None
+
+    def _end_pool(self) -> None:
+        """Wait for its threads: a rank whose future we never got may be at work in our arrays."""
+        ended = False
+        while not ended:
+            with suppress(KeyboardInterrupt):
+                self._pool.shutdown(cancel_futures=True)
+                ended = True
 
     def _new_pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max(self.ranks - 1, 1), thread_name_prefix="rank")
