@@ -58,4 +58,4 @@ def norms_and_rotations(me, x, weight, n_heads, heads, eps, rope, runs, n_tokens
 def quantizations(me, x, n_tokens):
     """Inputs x, n_tokens rows of whole blocks of 32, as Q8_0."""
     first, last = share(n_tokens, me)
-    quantize(x, first, last, 0, x.rows.stride)
+    quantize(x, n_tokens, first, last, 0, x.rows.stride)

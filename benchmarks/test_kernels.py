@@ -15,7 +15,6 @@ from engine.cache import BasicKvCache, BlockPool, KvCache, PagedKvCache
 from engine.config import ModelConfig
 from engine.kernels.attention import Heads
 from engine.kernels.decode_attention import decode_work_size, part_size
-from engine.kernels.int8 import Q_TYPE
 from engine.kernels.matmul import BLOCK, Q8, Floats, Inputs, Rows, padded, rows_for
 from engine.kernels.prompt_attention import prompt_work_size
 from engine.kernels.rope import rope_table
@@ -71,7 +70,7 @@ def rows(n_tokens: int, width: int) -> Rows:
 def inputs(n_tokens: int, width: int) -> Inputs:
     """Activations, and room for them as Q8_0; `width` is whole blocks."""
     size = rows_for(n_tokens) * width
-    q, scales = memory.zeros(size, Q_TYPE), memory.zeros(size // BLOCK)
+    q, scales = memory.zeros(size, np.int8), memory.zeros(size // BLOCK)
     starts = memory.zeros(size // BLOCK, np.int32)
     return Inputs(rows(rows_for(n_tokens), width), q, scales, starts)
 

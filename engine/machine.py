@@ -11,7 +11,7 @@ import numpy as np
 
 from engine import memory
 from engine.kernels.bounds import COLUMNS, multiply_bytes, multiply_floats, read_all
-from engine.kernels.int8 import Q_TYPE, STEP_GROUPS, STEP_TOKENS
+from engine.kernels.int8 import STEP_GROUPS, STEP_TOKENS
 from engine.kernels.jit import cpu
 from engine.kernels.simd import LANES
 from engine.kernels.tile import TILE_GROUPS, TILE_TOKENS
@@ -59,7 +59,7 @@ class Arithmetic:
 
         floats = full(2 * COLUMNS * LANES), full(TILE_TOKENS * COLUMNS)
         weights, scales = full(2 * COLUMNS * LANES, np.uint8), full(2 * LANES, np.int16)
-        x, x_scales = full(STEP_TOKENS * COLUMNS, Q_TYPE), full(STEP_TOKENS)
+        x, x_scales = full(STEP_TOKENS * COLUMNS, np.int8), full(STEP_TOKENS)
         starts = full(STEP_TOKENS, np.int32)
         self._work = {
             "f32": (multiply_floats, out, *floats),

@@ -20,7 +20,6 @@ from engine.config import ModelConfig
 from engine.kernels.attention import CHUNK
 from engine.kernels.decode_attention import decode_work_size, part_size
 from engine.kernels.forward import Scratch, Sizes, Weights, step
-from engine.kernels.int8 import Q_TYPE
 from engine.kernels.kv import Kv
 from engine.kernels.matmul import BLOCK, Q8, Inputs, Rows, padded, rows_for
 from engine.kernels.prompt_attention import prompt_work_size
@@ -65,7 +64,7 @@ class SimdModel:
 
         def inputs(width: int) -> Inputs:
             size = n_rows * padded(width) if quantized else 0
-            kinds = {"q": Q_TYPE, "scales": np.float32, "starts": np.int32}
+            kinds = {"q": np.int8, "scales": np.float32, "starts": np.int32}
             sizes = {"q": size, "scales": size // BLOCK, "starts": size // BLOCK}
             return Inputs(rows(width), **{n: memory.zeros(sizes[n], t) for n, t in kinds.items()})
 

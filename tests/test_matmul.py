@@ -6,7 +6,6 @@ import numba
 import numpy as np
 import pytest
 
-from engine.kernels.int8 import Q_TYPE
 from engine.kernels.matmul import Floats, Inputs, Rows, matmul, of_layer, padded, rows_for
 from engine.kernels.pack import pack_rows
 from engine.kernels.team import Rank, new_flags
@@ -31,7 +30,7 @@ def packed(layers: list[np.ndarray], kind: str) -> np.ndarray:
 def run(data, layer, n, k, x: Rows, out: Rows, n_tokens, add=False, ranks=1) -> None:
     """The kernel's one call in this file: every rank's share, one rank after the other."""
     flags, none = new_flags(ranks), np.zeros(0, np.float32)
-    inputs = Inputs(x, none.astype(Q_TYPE), none, none.astype(np.int32))
+    inputs = Inputs(x, none.astype(np.int8), none, none.astype(np.int32))
     w = at_layer(Floats(data), layer, n, k)
     more = np.full((rows_for(n_tokens) - n_tokens) * x.stride + 7, np.nan, np.float32)
     inputs = inputs._replace(rows=x._replace(data=np.concatenate([x.data, more])))

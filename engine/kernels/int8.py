@@ -2,23 +2,24 @@
 
 Weights are stored as q + 128, unsigned, and a column is never alone: `STEP` columns of 16 rows are
 consecutive bytes and meet the same `STEP` activations of a token. `tile_step` adds the 16 sums of
-their products to a tile of int32. Four forms give the same integers:
+their products to a tile of int32, in the form that suits the processor:
 
-- "vnni": AVX-512's vpdpbusd, four columns, unsigned by signed.
-- "avx2": vpmaddwd on weights widened to 16 bits, two columns. (vpmaddubsw on magnitudes, with the
-  signs moved to x by vpsignb, has the same count of instructions, but three of its four kinds
-  queue for the same two pipes: 0.77 times the speed on Zen 3.)
-- "neon": sdot, four columns, on weights made signed.
-- "portable": four columns, widened to 32 bits and multiplied.
+- "vnni": AVX-512's vpdpbusd, unsigned by signed.
+- "avx2": vpmaddubsw and vpmaddwd, unsigned by signed. The first adds two products in 16 bits, where
+  activations are kept so small that no pair of them can pass it (`IN_PAIRS`, see `peak`).
+- "neon": sdot, on weights made signed.
+- "portable": widened to 32 bits and multiplied.
 
 All but "neon" sum (q + 128) x, so a block starts at -128 times the sum of its activations.
+
+Other ways of AVX2, by their speed on Zen 3, whose integers are multiplied in two of four pipes:
+vpmaddwd on weights widened to 16 bits 0.8, the signs moved from x to the weights by vpsignb 0.6.
 """
 
 from __future__ import annotations
 
 import os
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -46,8 +47,8 @@ FORMS = [form for form, there in NEEDS.items() if there]  # the best first
 FORM = os.environ.get("ENGINE_INT8") or FORMS[0]
 if FORM not in FORMS:
     raise ValueError(f"ENGINE_INT8 is {FORM!r}; this processor has {', '.join(FORMS)}")
-STEP = 2 if FORM == "avx2" else 4  # columns of a step
-Q_TYPE = np.int16 if FORM == "avx2" else np.int8  # activations, as a step reads them
+STEP = 4  # columns of a step
+IN_PAIRS = FORM == "avx2"  # two neighbouring products are added in 16 bits
 # Row groups and tokens of a tile. AVX-512: 12 of 32 registers. AVX2: 10 of 16, since with 12
 # LLVM keeps two in memory and is 5% slower.
 STEP_GROUPS, STEP_TOKENS = {"vnni": (2, 6), "avx2": (1, 5), "neon": (1, 6), "portable": (1, 2)}[
@@ -63,11 +64,10 @@ def part(b, v, start, size):
     )
 
 
-def widened(b, biased):
+def factors(b, biased):
     """What a form multiplies: STEP x 16 weights as bytes, made ready once for all tokens."""
     if FORM == "avx2":
-        wide = b.zext(biased, ir.VectorType(I16, 2 * LANES))
-        return [part(b, wide, 0, LANES), part(b, wide, LANES, LANES)]
+        return [part(b, biased, 0, 32), part(b, biased, 32, 32)]
     if FORM == "neon":
         return b.xor(biased, ir.Constant(BYTES, [128] * (STEP * LANES)))
     return biased
@@ -79,9 +79,11 @@ def dots(b, acc, weights, x):
         x = b.bitcast(splatted(b, x, V_I32), BYTES)
         return call(b, "llvm.x86.avx512.vpdpbusd.512", V_I32, acc, weights, x)
     if FORM == "avx2":
-        v32 = ir.VectorType(I32, LANES // 2)
-        x = b.bitcast(splatted(b, x, v32), ir.VectorType(I16, LANES))
-        low, high = (call(b, "llvm.x86.avx2.pmadd.wd", v32, w, x) for w in weights)
+        eight, sixteen = ir.VectorType(I32, LANES // 2), ir.VectorType(I16, LANES)
+        x = b.bitcast(splatted(b, x, eight), ir.VectorType(I8, 2 * LANES))
+        pairs = [call(b, "llvm.x86.avx2.pmadd.ub.sw", sixteen, w, x) for w in weights]
+        ones = ir.Constant(sixteen, [1] * LANES)
+        low, high = (call(b, "llvm.x86.avx2.pmadd.wd", eight, pair, ones) for pair in pairs)
         lanes = ir.Constant(ir.VectorType(I32, LANES), [*range(LANES)])
         return b.add(acc, b.shuffle_vector(low, high, lanes))
     if FORM == "neon":
@@ -137,7 +139,7 @@ def tile_step(tc, acc, w, w_at, w_stride, x, x_at, x_stride):
         for g in range(tile.groups):
             at = b.add(w_at, b.mul(w_stride, ir.Constant(w_at.type, g)))
             p = address(ctx, b, sig.args[1], w, at, STEP * LANES)
-            weights = widened(b, b.load(b.bitcast(p, BYTES.as_pointer()), align=1))
+            weights = factors(b, b.load(b.bitcast(p, BYTES.as_pointer()), align=1))
             for t, token in enumerate(tokens):
                 i = g * tile.tokens + t
                 acc = b.insert_value(acc, dots(b, b.extract_value(acc, i), weights, token), i)
@@ -189,13 +191,13 @@ def half(tc, value):
 
 @intrinsic
 def store_whole(tc, array, at, value):
-    """array[at : at + 16] = 16 whole numbers from -127 to 127, as the array's type."""
+    """array[at : at + 16] = 16 whole numbers from -127 to 127, as int8."""
 
     def build(ctx, b, sig, args):
-        size = sig.args[0].dtype.bitwidth
-        whole = b.trunc(b.fptosi(args[2], V_I32), ir.VectorType(ir.IntType(size), LANES))
+        whole = b.trunc(b.fptosi(args[2], V_I32), ir.VectorType(I8, LANES))
         p = address(ctx, b, sig.args[0], args[0], args[1])
-        b.store(whole, b.bitcast(p, whole.type.as_pointer()), align=size // 8)
+        b.store(whole, b.bitcast(p, whole.type.as_pointer()), align=1)
         return ctx.get_dummy_value()
 
-    return types.void(array, types.intp, f32x16), build
+    if array.dtype == types.int8:
+        return types.void(array, types.intp, f32x16), build

@@ -5,10 +5,11 @@ one vector; rows are padded with zeros to whole groups. No sum crosses lanes, an
 sum is that of the columns, so a token gets the same bits alone and among others.
 
 Floats: column by column, `data[(r // 16 * k + c) * 16 + r % 16] = w[r, c]`, float32 or bfloat16.
-Q8_0: columns padded to whole blocks of 32, S = STEP of them at a time (see int8.py),
-`data[(r // 16 * k + c // S * S) * 16 + r % 16 * S + c % S] = q[r, c] + 128`, with a float16 scale
+Q8_0: columns padded to whole blocks of 32, four of them at a time (see int8.py),
+`data[(r // 16 * k + c // 4 * 4) * 16 + r % 16 * 4 + c % 4] = q[r, c] + 128`, with a float16 scale
 for 32 columns of a row, `scales[(r // 16 * (k // 32) + c // 32) * 16 + r % 16]`. Activations are
-quantised as well, in blocks of 32 with a scale of their own.
+quantised as well, in blocks of 32 with a scale of their own; the blocks of all tokens at the same
+columns lie side by side, so that a tile finds those of its tokens at fixed distances.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numba import types
 from numba.extending import overload, register_jitable
 
 from engine.kernels.int8 import (
+    IN_PAIRS,
     STEP,
     STEP_GROUPS,
     STEP_TOKENS,
@@ -37,6 +39,7 @@ from engine.kernels.simd import (
     load,
     magnitude,
     nearest,
+    neighbours,
     prefetch,
 )
 from engine.kernels.team import share
@@ -96,16 +99,17 @@ def from_row(rows, row):
 class Inputs(NamedTuple):
     """Rows that a matrix multiplies, and room for what they are as Q8_0.
 
-    There are rows for whole tiles of tokens: `rows_for(n_tokens)`.
+    There are rows for whole tiles of tokens: T = `rows_for(n_tokens)`.
     """
 
     rows: Rows
-    q: np.ndarray  # (T, stride) Q_TYPE
-    scales: np.ndarray  # (T, stride / 32) float32
-    starts: np.ndarray  # (T, stride / 32) int32, -128 times the sum of a block of q
+    q: np.ndarray  # (stride / 32, T, 32) int8
+    scales: np.ndarray  # (stride / 32, T) float32
+    starts: np.ndarray  # (stride / 32, T) int32, -128 times the sum of a block of q
 
 
-def rows_for(n_tokens: int) -> int:
+@register_jitable
+def rows_for(n_tokens):
     """Rows that Inputs of so many tokens need: whole tiles of them."""
     return 1 if n_tokens == 1 else n_tokens + max(TILE_TOKENS, STEP_TOKENS) - 1
 
@@ -205,13 +209,13 @@ def all_tokens(zero, out, w, x, g, last, n_tokens, add):
     memory first and multiply then, 1.3 times as long.
     """
     groups, passes = tile_groups(zero), (n_tokens - 1) // tile_tokens(zero) + 1
-    size = groups * LANES * w.k
-    share_of = LANES * groups // passes if n_tokens > 1 else 0
+    size, share_of = groups * LANES * w.k, groups * LANES // passes
     while g + groups <= last:
         at = w.at + g * LANES * w.k
         for i in range(passes):
             t = i * tile_tokens(zero)
-            total = dot_rows(w.store, zero, at, w.k, x, t, at + size + i * share_of * w.k, share_of)
+            ahead = at + size + i * share_of * w.k
+            total = dot_rows(w.store, zero, at, w.k, x, t, n_tokens, ahead, share_of)
             to = out.at + t * out.stride + g * LANES
             valid = min(tile_tokens(zero), n_tokens - t)
             tile_store(out.data, to, out.stride, valid, total, add)
@@ -219,63 +223,78 @@ def all_tokens(zero, out, w, x, g, last, n_tokens, add):
     return g
 
 
-def dot_rows(store, zero, at, k, x, t, ahead, share_of):
+def dot_rows(store, zero, at, k, x, t, n_tokens, ahead, share_of):
     """The tile of row groups whose weights start at `at`, times the tokens from t on.
 
-    For each column `share_of` weights from `ahead` on are asked for.
+    Among several tokens, `share_of` weights a column are asked for, from `ahead` on.
     """
 
 
 @by_store(dot_rows)
-def dot_rows_for(store, zero, at, k, x, t, ahead, share_of):
-    def floats(store, zero, at, k, x, t, ahead, share_of):
+def dot_rows_for(store, zero, at, k, x, t, n_tokens, ahead, share_of):
+    def floats(store, zero, at, k, x, t, n_tokens, ahead, share_of):
         x_at = x.rows.at + t * x.rows.stride
         group = k * LANES
         return tile_dot(zero, store.data, at, LANES, group, x.rows.data, x_at, x.rows.stride, k)
 
-    def q8(store, zero, at, k, x, t, ahead, share_of):
-        group, stride = k * LANES, x.rows.stride
-        x_at, blocks = x.rows.at + t * stride, stride // BLOCK
+    def q8(store, zero, at, k, x, t, n_tokens, ahead, share_of):
+        group, n_rows = k * LANES, rows_for(n_tokens)
         total = zero
         for c in range(0, k, BLOCK):
-            x_block = (x_at + c) // BLOCK
-            acc = tile_start(total, x.starts, x_block, blocks)
-            for line in range(ahead + c * share_of, ahead + (c + BLOCK) * share_of, LINE):
-                prefetch(store.data, line)
-            for i in range(c, c + BLOCK, STEP):
-                w_at = at + i * LANES
-                acc = tile_step(acc, store.data, w_at, group, x.q, x_at + i, stride)
+            block = c // BLOCK * n_rows + t
+            acc = tile_start(total, x.starts, block, 1)
+            for i in range(c, min(c + BLOCK, k), STEP):  # "min": LLVM would unroll, and spill
+                x_at = block * BLOCK + i - c
+                acc = tile_step(acc, store.data, at + i * LANES, group, x.q, x_at, BLOCK)
+                if tile_tokens(zero) > 1:
+                    for line in range(tile_groups(zero)):
+                        prefetch(store.data, ahead + i * share_of + line * LINE)
             scale_at = (at + c * LANES) // BLOCK
             total = tile_scaled(
-                total, acc, store.scales, scale_at, group // BLOCK, x.scales, x_block, blocks
+                total, acc, store.scales, scale_at, group // BLOCK, x.scales, block, 1
             )
         return total
 
     return q8 if is_q8(store) else floats
 
 
-def prepare(store, x, first, last, start, stop):
-    """Make rows first to last of Inputs x, columns start to stop, what `store` multiplies."""
+def prepare(store, x, n_tokens, first, last, start, stop):
+    """Make rows first to last of Inputs x (n_tokens), columns start to stop, what `store` takes."""
 
 
 @by_store(prepare)
-def prepare_for(store, x, first, last, start, stop):
-    if is_q8(store):
-        return lambda store, x, first, last, start, stop: quantize(x, first, last, start, stop)
-    return lambda store, x, first, last, start, stop: None
+def prepare_for(store, x, n_tokens, first, last, start, stop):
+    def q8(store, x, n_tokens, first, last, start, stop):
+        quantize(x, n_tokens, first, last, start, stop)
+
+    return q8 if is_q8(store) else lambda store, x, n_tokens, first, last, start, stop: None
 
 
 @kernel
-def quantize(x, first, last, start, stop):
-    """Quantise Inputs x in blocks of 32: scale = max |x| / 127, q = x / scale rounded."""
+def quantize(x, n_tokens, first, last, start, stop):
+    """Quantise Inputs x in blocks of 32: scale = the largest reach / 127, q = x / scale rounded."""
+    n_rows = rows_for(n_tokens)
     for t in range(first, last):
         row = x.rows.at + t * x.rows.stride
-        for at in range(row + start, row + stop, BLOCK):
-            low, high = load(x.rows.data, at), load(x.rows.data, at + LANES)
-            peak = lane_max(largest(magnitude(low), magnitude(high)))
+        for c in range(start, stop, BLOCK):
+            low, high = load(x.rows.data, row + c), load(x.rows.data, row + c + LANES)
+            peak = lane_max(largest(reach(low), reach(high)))
             inverse = np.float32(127.0) / peak if peak > 0 else np.float32(0.0)
             low, high = nearest(low * inverse), nearest(high * inverse)
-            store_whole(x.q, at, low)
-            store_whole(x.q, at + LANES, high)
-            x.scales[at // BLOCK] = peak / np.float32(127.0)
-            x.starts[at // BLOCK] = np.int32(-128.0 * lane_sum(low + high))
+            block = c // BLOCK * n_rows + t
+            store_whole(x.q, block * BLOCK, low)
+            store_whole(x.q, block * BLOCK + LANES, high)
+            x.scales[block] = peak / np.float32(127.0)
+            x.starts[block] = np.int32(-128.0 * lane_sum(low + high))
+
+
+@inlined
+def reach(x):
+    """What a scale has to hold of 16 activations: |x|, and of pairs the sum as well.
+
+    A pair of one sign then is 128 together, rounded: with weights up to 255, 32,640 of 16 bits'
+    32,767. Of two signs it cannot be more than one of them alone.
+    """
+    if IN_PAIRS:
+        return largest(magnitude(x + neighbours(x)), magnitude(x))
+    return magnitude(x)

@@ -189,6 +189,13 @@ def nearest(tc, a):
 
 
 @intrinsic
+def neighbours(tc, a):
+    """The other lane of each pair: a[1], a[0], a[3], a[2] and so on."""
+    order = ir.Constant(ir.VectorType(I32, LANES), [i ^ 1 for i in range(LANES)])
+    return lanewise(lambda b, x: b.shuffle_vector(x, x, order), 1)(tc, a)
+
+
+@intrinsic
 def nan_or(tc, a, b):
     """a where it is NaN, else b, lane by lane."""
     return lanewise(lambda b, x, y: b.select(b.fcmp_unordered("uno", x, x), x, y), 2)(tc, a, b)
