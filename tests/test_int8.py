@@ -20,11 +20,13 @@ from engine.kernels.matmul import (
     Q8,
     Inputs,
     Rows,
+    block_of,
     matmul,
     of_layer,
     padded,
     quantize,
     rows_for,
+    tile_for,
 )
 from engine.kernels.pack import quantize_rows
 from engine.kernels.team import Rank, new_flags
@@ -56,11 +58,10 @@ def inputs_of(x: np.ndarray) -> Inputs:
 
 def quantised(inputs: Inputs, n_tokens: int) -> tuple[np.ndarray, ...]:
     """q (n_tokens, blocks, 32), and scales and starts (n_tokens, blocks) of inputs."""
-    parts = inputs.q.reshape(-1, 32), inputs.scales, inputs.starts
-    rows = rows_for(n_tokens)
-    return tuple(
-        part.reshape(-1, rows, *part.shape[1:]).swapaxes(0, 1)[:n_tokens] for part in parts
-    )
+    n_blocks = inputs.rows.stride // 32
+    t, b = np.indices((n_tokens, n_blocks))
+    at = block_of.py_func(t, b * 32, n_blocks, tile_for.py_func(n_tokens))
+    return inputs.q.reshape(-1, 32)[at], inputs.scales[at], inputs.starts[at]
 
 
 def product(w: np.ndarray, inputs: Inputs, n_tokens: int, ranks: int = 1) -> np.ndarray:

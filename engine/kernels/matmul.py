@@ -8,8 +8,8 @@ Floats: column by column, `data[(r // 16 * k + c) * 16 + r % 16] = w[r, c]`, flo
 Q8_0: columns padded to whole blocks of 32, four of them at a time (see int8.py),
 `data[(r // 16 * k + c // 4 * 4) * 16 + r % 16 * 4 + c % 4] = q[r, c] + 128`, with a float16 scale
 for 32 columns of a row, `scales[(r // 16 * (k // 32) + c // 32) * 16 + r % 16]`. Activations are
-quantised as well, in blocks of 32 with a scale of their own; the blocks of all tokens at the same
-columns lie side by side, so that a tile finds those of its tokens at fixed distances.
+quantised as well, in blocks of 32 with a scale of their own. They lie as a tile of tokens reads
+them, see `block_of`.
 """
 
 from __future__ import annotations
@@ -103,15 +103,34 @@ class Inputs(NamedTuple):
     """
 
     rows: Rows
-    q: np.ndarray  # (stride / 32, T, 32) int8
-    scales: np.ndarray  # (stride / 32, T) float32
-    starts: np.ndarray  # (stride / 32, T) int32, -128 times the sum of a block of q
+    q: np.ndarray  # (T * stride / 32, 32) int8, in the order of `block_of`
+    scales: np.ndarray  # (T * stride / 32,) float32, of each block
+    starts: np.ndarray  # (T * stride / 32,) int32, -128 times the sum of a block of q
 
 
-@register_jitable
-def rows_for(n_tokens):
+def rows_for(n_tokens: int) -> int:
     """Rows that Inputs of so many tokens need: whole tiles of them."""
     return 1 if n_tokens == 1 else n_tokens + max(TILE_TOKENS, STEP_TOKENS) - 1
+
+
+@inlined
+def tile_for(n_tokens):
+    """How many of n tokens a tile of integers takes: of 8 it is 4 and 4, not 5 and 3 in one of 5.
+
+    There are tiles of 1 to 4 tokens, and of the most that the processor has registers for.
+    """
+    passes = (n_tokens + STEP_TOKENS - 1) // STEP_TOKENS
+    n = (n_tokens + passes - 1) // passes
+    return n if n <= 4 else STEP_TOKENS
+
+
+@inlined
+def block_of(t, c, n_blocks, tile):
+    """Which block of quantised activations holds column c of token t, of n_blocks to a token.
+
+    Those that a tile of tokens reads together are neighbours, and those that it reads next follow.
+    """
+    return (t // tile * n_blocks + c // BLOCK) * tile + t % tile
 
 
 @register_jitable  # to Python it is plain Python: nothing to compile at every start
@@ -179,8 +198,7 @@ def many_tokens_for(store, out, w, x, g, last, n_tokens, add):
         by_tiles(wide, narrow, out, w, x, g, last, n_tokens, add)
 
     def q8(store, out, w, x, g, last, n_tokens, add):
-        passes = (n_tokens + STEP_TOKENS - 1) // STEP_TOKENS
-        n = (n_tokens + passes - 1) // passes  # 8 tokens are 4 and 4, not 5 and 3 in a tile of 5
+        n = tile_for(n_tokens)
         if n == 2:
             by_tiles(tile_zero(STEP_GROUPS, 2), tile_zero(1, 2), out, w, x, g, last, n_tokens, add)
         elif n == 3:
@@ -215,7 +233,7 @@ def all_tokens(zero, out, w, x, g, last, n_tokens, add):
         for i in range(passes):
             t = i * tile_tokens(zero)
             ahead = at + size + i * share_of * w.k
-            total = dot_rows(w.store, zero, at, w.k, x, t, n_tokens, ahead, share_of)
+            total = dot_rows(w.store, zero, at, w.k, x, t, ahead, share_of)
             to = out.at + t * out.stride + g * LANES
             valid = min(tile_tokens(zero), n_tokens - t)
             tile_store(out.data, to, out.stride, valid, total, add)
@@ -223,7 +241,7 @@ def all_tokens(zero, out, w, x, g, last, n_tokens, add):
     return g
 
 
-def dot_rows(store, zero, at, k, x, t, n_tokens, ahead, share_of):
+def dot_rows(store, zero, at, k, x, t, ahead, share_of):
     """The tile of row groups whose weights start at `at`, times the tokens from t on.
 
     Among several tokens, `share_of` weights a column are asked for, from `ahead` on.
@@ -231,17 +249,16 @@ def dot_rows(store, zero, at, k, x, t, n_tokens, ahead, share_of):
 
 
 @by_store(dot_rows)
-def dot_rows_for(store, zero, at, k, x, t, n_tokens, ahead, share_of):
-    def floats(store, zero, at, k, x, t, n_tokens, ahead, share_of):
+def dot_rows_for(store, zero, at, k, x, t, ahead, share_of):
+    def floats(store, zero, at, k, x, t, ahead, share_of):
         x_at = x.rows.at + t * x.rows.stride
         group = k * LANES
         return tile_dot(zero, store.data, at, LANES, group, x.rows.data, x_at, x.rows.stride, k)
 
-    def q8(store, zero, at, k, x, t, n_tokens, ahead, share_of):
-        group, n_rows = k * LANES, rows_for(n_tokens)
-        total = zero
+    def q8(store, zero, at, k, x, t, ahead, share_of):
+        group, total = k * LANES, zero
         for c in range(0, k, BLOCK):
-            block = c // BLOCK * n_rows + t
+            block = block_of(t, c, x.rows.stride // BLOCK, tile_tokens(zero))
             acc = tile_start(total, x.starts, block, 1)
             for i in range(c, min(c + BLOCK, k), STEP):  # "min": LLVM would unroll, and spill
                 x_at = block * BLOCK + i - c
@@ -273,7 +290,7 @@ def prepare_for(store, x, n_tokens, first, last, start, stop):
 @kernel
 def quantize(x, n_tokens, first, last, start, stop):
     """Quantise Inputs x in blocks of 32: scale = the largest reach / 127, q = x / scale rounded."""
-    n_rows = rows_for(n_tokens)
+    n_blocks, tile = x.rows.stride // BLOCK, tile_for(n_tokens)
     for t in range(first, last):
         row = x.rows.at + t * x.rows.stride
         for c in range(start, stop, BLOCK):
@@ -281,7 +298,7 @@ def quantize(x, n_tokens, first, last, start, stop):
             peak = lane_max(largest(reach(low), reach(high)))
             inverse = np.float32(127.0) / peak if peak > 0 else np.float32(0.0)
             low, high = nearest(low * inverse), nearest(high * inverse)
-            block = c // BLOCK * n_rows + t
+            block = block_of(t, c, n_blocks, tile)
             store_whole(x.q, block * BLOCK, low)
             store_whole(x.q, block * BLOCK + LANES, high)
             x.scales[block] = peak / np.float32(127.0)
