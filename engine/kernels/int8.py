@@ -4,9 +4,9 @@ Weights are stored as q + 128, unsigned, and a column is never alone: `STEP` col
 consecutive bytes and meet the same `STEP` activations of a token. `tile_step` adds the 16 sums of
 their products to a tile of int32, in the form that suits the processor:
 
-- "vnni": AVX-512's vpdpbusd, unsigned by signed.
+- "vnni" and "avxvnni": vpdpbusd of AVX-512 and of AVX, unsigned by signed.
 - "avx2": vpmaddubsw and vpmaddwd, unsigned by signed. The first adds two products in 16 bits, where
-  activations are kept so small that no pair of them can pass it (`IN_PAIRS`, see `peak`).
+  activations are kept so small that no pair of them can pass it (`IN_PAIRS`).
 - "neon": sdot, on weights made signed.
 - "portable": widened to 32 bits and multiplied.
 
@@ -42,18 +42,23 @@ from engine.kernels.simd import (
 from engine.kernels.tile import Tile, token_addresses
 
 # LLVM ends the process on an instruction that the processor lacks: only what it has is offered.
-NEEDS = {"vnni": has("avx512vnni"), "avx2": has("avx2"), "neon": has("dotprod"), "portable": True}
+NEEDS = {
+    "vnni": has("avx512vnni"),
+    "avxvnni": has("avxvnni"),
+    "avx2": has("avx2"),
+    "neon": has("dotprod"),
+    "portable": True,
+}
 FORMS = [form for form, there in NEEDS.items() if there]  # the best first
 FORM = os.environ.get("ENGINE_INT8") or FORMS[0]
 if FORM not in FORMS:
     raise ValueError(f"ENGINE_INT8 is {FORM!r}; this processor has {', '.join(FORMS)}")
 STEP = 4  # columns of a step
 IN_PAIRS = FORM == "avx2"  # two neighbouring products are added in 16 bits
-# Row groups and tokens of a tile. AVX-512: 12 of 32 registers. AVX2: 10 of 16, since with 12
-# LLVM keeps two in memory and is 5% slower.
-STEP_GROUPS, STEP_TOKENS = {"vnni": (2, 6), "avx2": (1, 5), "neon": (1, 6), "portable": (1, 2)}[
-    FORM
-]
+# Lanes of an instruction, row groups and tokens of a tile. AVX-512: 12 of 32 registers. AVX: 10 of
+# 16, since with 12 LLVM keeps two in memory and is 5% slower.
+WIDTHS = {"vnni": LANES, "avxvnni": 8, "avx2": 8, "neon": 4, "portable": LANES}
+STEP_GROUPS, STEP_TOKENS = {"vnni": (2, 6), "neon": (1, 6), "portable": (1, 2)}.get(FORM, (1, 5))
 BYTES = ir.VectorType(I8, STEP * LANES)
 
 
@@ -64,45 +69,51 @@ def part(b, v, start, size):
     )
 
 
+def joined(b, parts):
+    """Vectors of one size, 1, 2 or 4 of them, as one."""
+    while len(parts) > 1:
+        order = ir.Constant(
+            ir.VectorType(I32, 2 * parts[0].type.count), [*range(2 * parts[0].type.count)]
+        )
+        parts = [b.shuffle_vector(*parts[i : i + 2], order) for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
 def factors(b, biased):
     """What a form multiplies: STEP x 16 weights as bytes, made ready once for all tokens."""
-    if FORM == "avx2":
-        return [part(b, biased, 0, 32), part(b, biased, 32, 32)]
-    if FORM == "neon":
-        return b.xor(biased, ir.Constant(BYTES, [128] * (STEP * LANES)))
-    return biased
+    return b.xor(biased, ir.Constant(BYTES, [128] * BYTES.count)) if FORM == "neon" else biased
 
 
 def dots(b, acc, weights, x):
     """acc + 16 sums of STEP products; x, an int32, holds the activations."""
-    if FORM == "vnni":
-        x = b.bitcast(splatted(b, x, V_I32), BYTES)
-        return call(b, "llvm.x86.avx512.vpdpbusd.512", V_I32, acc, weights, x)
-    if FORM == "avx2":
-        eight, sixteen = ir.VectorType(I32, LANES // 2), ir.VectorType(I16, LANES)
-        x = b.bitcast(splatted(b, x, eight), ir.VectorType(I8, 2 * LANES))
-        pairs = [call(b, "llvm.x86.avx2.pmadd.ub.sw", sixteen, w, x) for w in weights]
-        ones = ir.Constant(sixteen, [1] * LANES)
-        low, high = (call(b, "llvm.x86.avx2.pmadd.wd", eight, pair, ones) for pair in pairs)
-        lanes = ir.Constant(ir.VectorType(I32, LANES), [*range(LANES)])
-        return b.add(acc, b.shuffle_vector(low, high, lanes))
+    width = WIDTHS[FORM]
+    x = b.bitcast(splatted(b, x, ir.VectorType(I32, width)), ir.VectorType(I8, STEP * width))
+    starts = range(0, LANES, width)
+    return joined(
+        b,
+        [
+            dot(b, part(b, acc, i, width), part(b, weights, STEP * i, STEP * width), x)
+            for i in starts
+        ],
+    )
+
+
+def dot(b, acc, weights, x):
+    """As `dots`, for the rows of one instruction; x holds the activations for each of them."""
+    if FORM in ("vnni", "avxvnni"):
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * WIDTHS[FORM]}"
+        return call(b, name, acc.type, acc, weights, x)
     if FORM == "neon":
-        x = b.bitcast(splatted(b, x, ir.VectorType(I32, 4)), ir.VectorType(I8, 16))
-        quarters = [
-            call(
-                b, "llvm.aarch64.neon.sdot.v4i32.v16i8", x4.type, x4, part(b, weights, 4 * i, 16), x
-            )
-            for i, x4 in ((i, part(b, acc, i, 4)) for i in range(0, LANES, 4))
-        ]
-        eight, wide = (ir.Constant(ir.VectorType(I32, n), [*range(n)]) for n in (8, 16))
-        halves = [b.shuffle_vector(*quarters[i : i + 2], eight) for i in (0, 2)]
-        return b.shuffle_vector(*halves, wide)
-    x = b.bitcast(x, ir.VectorType(I8, 4))
+        return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, weights, x)
+    if FORM == "avx2":
+        words = ir.VectorType(I16, LANES)
+        pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", words, weights, x)
+        ones = ir.Constant(words, [1] * LANES)
+        return b.add(acc, call(b, "llvm.x86.avx2.pmadd.wd", acc.type, pairs, ones))
     for c in range(STEP):
         pick = ir.Constant(ir.VectorType(I32, LANES), [*range(c, STEP * LANES, STEP)])
-        column = b.zext(b.shuffle_vector(weights, weights, pick), V_I32)
-        scalar = b.sext(b.extract_element(x, I32(c)), I32)
-        acc = b.add(acc, b.mul(column, splatted(b, scalar, V_I32)))
+        w, factor = (b.shuffle_vector(v, v, pick) for v in (weights, x))
+        acc = b.add(acc, b.mul(b.zext(w, acc.type), b.sext(factor, acc.type)))
     return acc
 
 
