@@ -16,6 +16,7 @@ from llvmlite import ir
 from engine.kernels import int8
 from engine.kernels.int8 import FORM, IN_PAIRS
 from engine.kernels.matmul import (
+    FEW_TOKENS,
     Q8,
     Inputs,
     Rows,
@@ -33,7 +34,7 @@ from engine.loading import quantize as definition
 
 HEIGHTS = (1, 15, 16, 17, 31, 33, 50, 64, 127)
 DEPTHS = (1, 7, 31, 32, 33, 64, 100)
-TOKENS = (1, 2, 5, 6, 7, 13)
+TOKENS = (1, 2, 5, 6, 7, 13, FEW_TOKENS + 1)
 
 
 @numba.njit
@@ -131,12 +132,13 @@ def test_no_pair_passes_16_bits():
 
 def test_a_token_has_the_same_bits_alone_and_among_others():
     """Another order of sums in another tile makes a batch differ from its requests."""
-    w, x = random(127, 160), random(13, 160)
-    together = product(w, inputs_of(x), 13)
-    for ranks in (2, 3, 5):
-        np.testing.assert_array_equal(product(w, inputs_of(x), 13, ranks), together)
-    for t in range(13):
-        np.testing.assert_array_equal(product(w, inputs_of(x[t : t + 1]), 1)[0], together[t])
+    for n in (13, FEW_TOKENS + 1):
+        w, x = random(127, 160), random(n, 160)
+        together = product(w, inputs_of(x), n)
+        for ranks in (2, 3, 5):
+            np.testing.assert_array_equal(product(w, inputs_of(x), n, ranks), together)
+        for t in range(n):
+            np.testing.assert_array_equal(product(w, inputs_of(x[t : t + 1]), 1)[0], together[t])
 
 
 def test_quantised_activations():

@@ -12,7 +12,18 @@ import numba
 import numpy as np
 import pytest
 
-from engine.kernels.team import BROKEN, LINE, Rank, barrier, break_team, new_flags, share
+from engine.kernels.team import (
+    BROKEN,
+    DRAWN,
+    LINE,
+    OWN,
+    Rank,
+    barrier,
+    break_team,
+    draw,
+    new_flags,
+    share,
+)
 from engine.model import Team
 
 RANKS = (1, 2, 3, 5)
@@ -35,9 +46,22 @@ def meet(me, rounds, counts):
     return early
 
 
+@numba.njit(nogil=True, error_model="numpy")
+def draw_all(me, sizes, counts):
+    """Count, in this rank's row, what it draws of operations of so many things."""
+    at = 0
+    for n in sizes:
+        i = draw(n, me)
+        while i < n:
+            counts[me.rank, at + i] += 1
+            i = draw(n, me)
+        at += n
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     meet(Rank(0, 1, new_flags(1)), 1, np.zeros(LINE, np.int64))
+    draw_all(Rank(0, 1, new_flags(1)), np.array([1]), np.zeros((1, 1), np.int64))
 
 
 @pytest.fixture
@@ -121,7 +145,8 @@ def test_flags_keep_apart():
     """Two counters in one cache line, which makes every arrival a miss for who spins."""
     flags = new_flags(3)
     flags[BROKEN] = 1
-    assert flags[0] == 0 and len(flags) == 5 * LINE and BROKEN % LINE == 0
+    assert flags[0] == 0 and len(flags) == OWN + 3 * LINE
+    assert not any(at % LINE for at in (BROKEN, DRAWN, OWN))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7])
@@ -131,6 +156,22 @@ def test_shares_cover_all_once(n, ranks):
     shares = [range(*share(n, Rank(rank, ranks, new_flags(ranks)))) for rank in range(ranks)]
     assert [i for own in shares for i in own] == list(range(n))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+SIZES = np.array([3, 0, 1, 64, 1, 1, 0, 7, 1000, 2] * 40)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_all_is_drawn_once(at_once, ranks):
+    """A thing that no rank does, or two do; a ticket lost between two operations. Also where one
+    rank comes when another is through with them all."""
+    counts, flags = np.zeros((ranks, SIZES.sum()), np.int64), new_flags(ranks)
+    with ThreadPoolExecutor(ranks if at_once else 1) as pool:
+        runs = [pool.submit(draw_all, Rank(i, ranks, flags), SIZES, counts) for i in range(ranks)]
+        for run in runs:
+            run.result(LIMIT)
+    assert (counts.sum(0) == 1).all()
 
 
 # ---------------------------------------------------------------- a team

@@ -19,6 +19,7 @@ from engine.kernels.matmul import (
     Floats,
     Inputs,
     Rows,
+    are_drawn,
     from_row,
     matmul,
     of_layer,
@@ -150,7 +151,9 @@ def step(me, sizes, weights, rope, kv, runs, ids, s, logits):
         lap(me, clock.MATMUL_GATE)
         matmul(up, of_layer(weights.w_up, layer, hidden_dim, dim), h, n, False, me)
         lap(me, clock.MATMUL_UP)
-        a, z = share(hidden_row // BLOCK, me)  # the columns whose products this rank computed
+        if are_drawn(n):  # else a rank goes on with the columns that it computed
+            barrier(me)
+        a, z = share(hidden_row // BLOCK, me)
         swiglu(gate.rows, up, n, a * BLOCK, z * BLOCK)
         lap(me, clock.SWIGLU)
         prepare(weights.w_down, gate, n, 0, n, a * BLOCK, z * BLOCK)

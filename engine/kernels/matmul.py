@@ -42,7 +42,7 @@ from engine.kernels.simd import (
     neighbours,
     prefetch,
 )
-from engine.kernels.team import share
+from engine.kernels.team import draw, share
 from engine.kernels.tile import (
     TILE_GROUPS,
     TILE_TOKENS,
@@ -58,6 +58,7 @@ BLOCK = 32  # weights that share a scale
 # One token's product waits for memory. Four row groups at once are four independent streams and
 # chains of sums, which is what it takes to keep up with it.
 ALONE_GROUPS = 4
+FEW_TOKENS = 32
 
 
 class Floats(NamedTuple):
@@ -177,63 +178,97 @@ def matmul(out, w, x, n_tokens, add, me):
 
     out: Rows, (n_tokens, w.n) with room for w.n padded to 16. x: Inputs, (n_tokens, w.k).
     With `add` the product is added to what `out` holds. Ranks share rows by blocks of 32, so that
-    what a rank computed it can quantise.
+    what a rank computed it can quantise, unless they draw them, a tile's at a time (`are_drawn`).
     """
+    n_groups = (w.n + LANES - 1) // LANES
+    size = most_groups(w.store)
+    if are_drawn(n_tokens):
+        n = (n_groups + size - 1) // size
+        i = draw(n, me)
+        while i < n:
+            following = draw(n, me)
+            last = min((i + 1) * size, n_groups)
+            many_tokens(w.store, out, w, x, i * size, last, (following - i) * size, n_tokens, add)
+            i = following
+        return
     g, last = share(padded(w.n) // BLOCK, me)
-    g, last = g * BLOCK // LANES, min(last * BLOCK, w.n + LANES - 1) // LANES
+    g, last = g * BLOCK // LANES, min(last * BLOCK // LANES, n_groups)
     if n_tokens == 1:
-        by_tiles(tile_zero(ALONE_GROUPS, 1), tile_zero(1, 1), out, w, x, g, last, 1, add)
+        by_tiles(tile_zero(ALONE_GROUPS, 1), tile_zero(1, 1), out, w, x, g, last, 0, 1, add)
     else:
-        many_tokens(w.store, out, w, x, g, last, n_tokens, add)
+        many_tokens(w.store, out, w, x, g, last, size, n_tokens, add)
 
 
-def many_tokens(store, out, w, x, g, last, n_tokens, add):
-    """Several tokens times row groups g to last."""
+@inlined
+def are_drawn(n_tokens):
+    """Whether ranks draw a matrix's rows: then none waits for a rank that others hold up.
+
+    Few tokens wait for memory, which is faster where a rank reads on, and a rank's rows, quantised
+    by itself, save a barrier.
+    """
+    return n_tokens > FEW_TOKENS
+
+
+def most_groups(store):
+    """Row groups of the largest tile."""
+
+
+@by_store(most_groups)
+def most_groups_for(store):
+    groups = STEP_GROUPS if is_q8(store) else TILE_GROUPS
+    return lambda store: groups
+
+
+def many_tokens(store, out, w, x, g, last, ahead, n_tokens, add):
+    """Several tokens times row groups g to last; those that are `ahead` of any are wanted next."""
 
 
 @by_store(many_tokens)
-def many_tokens_for(store, out, w, x, g, last, n_tokens, add):
-    def floats(store, out, w, x, g, last, n_tokens, add):
+def many_tokens_for(store, out, w, x, g, last, ahead, n_tokens, add):
+    def floats(store, out, w, x, g, last, ahead, n_tokens, add):
         wide, narrow = tile_zero(TILE_GROUPS, TILE_TOKENS), tile_zero(1, TILE_TOKENS)
-        by_tiles(wide, narrow, out, w, x, g, last, n_tokens, add)
+        by_tiles(wide, narrow, out, w, x, g, last, ahead, n_tokens, add)
 
-    def q8(store, out, w, x, g, last, n_tokens, add):
+    def q8(store, out, w, x, g, last, ahead, n_tokens, add):
         n = tile_for(n_tokens)
         if n == 2:
-            by_tiles(tile_zero(STEP_GROUPS, 2), tile_zero(1, 2), out, w, x, g, last, n_tokens, add)
+            wide, narrow = tile_zero(STEP_GROUPS, 2), tile_zero(1, 2)
+            by_tiles(wide, narrow, out, w, x, g, last, ahead, n_tokens, add)
         elif n == 3:
-            by_tiles(tile_zero(STEP_GROUPS, 3), tile_zero(1, 3), out, w, x, g, last, n_tokens, add)
+            wide, narrow = tile_zero(STEP_GROUPS, 3), tile_zero(1, 3)
+            by_tiles(wide, narrow, out, w, x, g, last, ahead, n_tokens, add)
         elif n == 4:
-            by_tiles(tile_zero(STEP_GROUPS, 4), tile_zero(1, 4), out, w, x, g, last, n_tokens, add)
+            wide, narrow = tile_zero(STEP_GROUPS, 4), tile_zero(1, 4)
+            by_tiles(wide, narrow, out, w, x, g, last, ahead, n_tokens, add)
         else:
             wide, narrow = tile_zero(STEP_GROUPS, STEP_TOKENS), tile_zero(1, STEP_TOKENS)
-            by_tiles(wide, narrow, out, w, x, g, last, n_tokens, add)
+            by_tiles(wide, narrow, out, w, x, g, last, ahead, n_tokens, add)
 
     return q8 if is_q8(store) else floats
 
 
 @inlined
-def by_tiles(wide, narrow, out, w, x, g, last, n_tokens, add):
+def by_tiles(wide, narrow, out, w, x, g, last, ahead, n_tokens, add):
     """Row groups g to last, as many at a time as the tile `wide` has, then those left over."""
-    g = all_tokens(wide, out, w, x, g, last, n_tokens, add)
-    all_tokens(narrow, out, w, x, g, last, n_tokens, add)
+    g = all_tokens(wide, out, w, x, g, last, ahead, n_tokens, add)
+    all_tokens(narrow, out, w, x, g, last, ahead, n_tokens, add)
 
 
 @inlined
-def all_tokens(zero, out, w, x, g, last, n_tokens, add):
+def all_tokens(zero, out, w, x, g, last, ahead, n_tokens, add):
     """Every token times row groups g to last, as many of them as fill the empty tile `zero`.
 
-    The weights of the next ones are asked for meanwhile, evenly: otherwise a few tokens wait for
+    The weights of those `ahead` are asked for meanwhile, evenly: otherwise a few tokens wait for
     memory first and multiply then, 1.3 times as long.
     """
     groups, passes = tile_groups(zero), (n_tokens - 1) // tile_tokens(zero) + 1
-    size, share_of = groups * LANES * w.k, groups * LANES // passes
+    share_of = groups * LANES // passes
     while g + groups <= last:
         at = w.at + g * LANES * w.k
         for i in range(passes):
             t = i * tile_tokens(zero)
-            ahead = at + size + i * share_of * w.k
-            total = dot_rows(w.store, zero, at, w.k, x, t, ahead, share_of)
+            asked = at + (ahead * LANES + i * share_of) * w.k
+            total = dot_rows(w.store, zero, at, w.k, x, t, asked, share_of)
             to = out.at + t * out.stride + g * LANES
             valid = min(tile_tokens(zero), n_tokens - t)
             tile_store(out.data, to, out.stride, valid, total, add)
@@ -241,21 +276,21 @@ def all_tokens(zero, out, w, x, g, last, n_tokens, add):
     return g
 
 
-def dot_rows(store, zero, at, k, x, t, ahead, share_of):
+def dot_rows(store, zero, at, k, x, t, asked, share_of):
     """The tile of row groups whose weights start at `at`, times the tokens from t on.
 
-    Among several tokens, `share_of` weights a column are asked for, from `ahead` on.
+    Among several tokens, `share_of` weights a column are asked for, from `asked` on.
     """
 
 
 @by_store(dot_rows)
-def dot_rows_for(store, zero, at, k, x, t, ahead, share_of):
-    def floats(store, zero, at, k, x, t, ahead, share_of):
+def dot_rows_for(store, zero, at, k, x, t, asked, share_of):
+    def floats(store, zero, at, k, x, t, asked, share_of):
         x_at = x.rows.at + t * x.rows.stride
         group = k * LANES
         return tile_dot(zero, store.data, at, LANES, group, x.rows.data, x_at, x.rows.stride, k)
 
-    def q8(store, zero, at, k, x, t, ahead, share_of):
+    def q8(store, zero, at, k, x, t, asked, share_of):
         group, total = k * LANES, zero
         for c in range(0, k, BLOCK):
             block = block_of(t, c, x.rows.stride // BLOCK, tile_tokens(zero))
@@ -265,7 +300,7 @@ def dot_rows_for(store, zero, at, k, x, t, ahead, share_of):
                 acc = tile_step(acc, store.data, at + i * LANES, group, x.q, x_at, BLOCK)
                 if tile_tokens(zero) > 1:
                     for line in range(tile_groups(zero)):
-                        prefetch(store.data, ahead + i * share_of + line * LINE)
+                        prefetch(store.data, asked + i * share_of + line * LINE)
             scale_at = (at + c * LANES) // BLOCK
             total = tile_scaled(
                 total, acc, store.scales, scale_at, group // BLOCK, x.scales, block, 1

@@ -1,8 +1,9 @@
 """Ranks and the barrier where they meet.
 
 A step is one compiled call that N threads run at once, each as a rank with its own share of every
-operation. `flags` is an int64 array of `flags_size(ranks)`: how often ranks arrived, whether the
-team is broken, and how many barriers each rank has passed, each in a cache line of its own.
+operation, or with as much of it as it gets to. `flags` is an int64 array, a cache line for each of:
+how often ranks arrived, whether the team is broken, how many tickets were drawn, and, of each rank,
+how many barriers it passed, which ticket is the first of its operation, and which it holds.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ class Rank(NamedTuple):
 
 
 LINE = 8  # int64 in a cache line
-ARRIVED, BROKEN, PASSED = 0, LINE, 2 * LINE
+ARRIVED, BROKEN, DRAWN, OWN = 0, LINE, 2 * LINE, 3 * LINE
+PASSED, FIRST, HELD = 0, 1, 2  # in the line of a rank
 SPINS = 20_000  # 13 us and more; then the processor is given to whoever else needs it
 I64 = ir.IntType(64)
 
 
 def new_flags(ranks: int) -> np.ndarray:
     """Flags of a team of `ranks` that has not met yet."""
-    return np.zeros((2 + ranks) * LINE, np.int64)
+    return np.zeros(OWN + ranks * LINE, np.int64)
 
 
 def slot(ctx, b, array_type, array, at):
@@ -47,12 +49,13 @@ def slot(ctx, b, array_type, array, at):
 
 
 @intrinsic
-def arrive(tc, flags):
-    def build(ctx, b, sig, args):
-        b.atomic_rmw("add", slot(ctx, b, sig.args[0], args[0], I64(ARRIVED)), I64(1), "acq_rel")
-        return ctx.get_dummy_value()
+def counted(tc, flags, at):
+    """flags[at] += 1 for all ranks to see; returns what it was."""
 
-    return types.void(flags), build
+    def build(ctx, b, sig, args):
+        return b.atomic_rmw("add", slot(ctx, b, sig.args[0], *args), I64(1), "acq_rel")
+
+    return types.int64(flags, types.intp), build
 
 
 @intrinsic
@@ -89,10 +92,10 @@ def barrier(me):
     """
     if me.ranks == 1:
         return
-    mine = PASSED + me.rank * LINE
+    mine = OWN + me.rank * LINE + PASSED
     me.flags[mine] += 1
     wanted = me.flags[mine] * me.ranks
-    arrive(me.flags)
+    counted(me.flags, ARRIVED)
     spins = 0
     while read(me.flags, ARRIVED) < wanted and read(me.flags, BROKEN) == 0:
         spins += 1
@@ -105,6 +108,25 @@ def barrier(me):
 def share(n, me):
     """The half-open range of `n` things that is this rank's."""
     return n * me.rank // me.ranks, n * (me.rank + 1) // me.ranks
+
+
+@inlined
+def draw(n, me):
+    """Which of an operation's n things this rank does next, or n: none is left, ask no more.
+
+    Who is done with one draws the next, so that a rank whose processor is slower, or has other work
+    as well, holds nobody up. A ticket has a number among those of all operations ever, which every
+    rank runs in one order: one drawn too many is the rank's first of the next operation.
+    """
+    mine = OWN + me.rank * LINE
+    if me.flags[mine + HELD] == 0:
+        me.flags[mine + HELD] = counted(me.flags, DRAWN) + 1
+    i = me.flags[mine + HELD] - 1 - me.flags[mine + FIRST]
+    if i >= n:
+        me.flags[mine + FIRST] += n
+        return n
+    me.flags[mine + HELD] = 0
+    return i
 
 
 def break_team(flags: np.ndarray) -> None:
