@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.grammar import Grammar
 from engine.kernels.runs import Run
+from engine.kernels.sampling import are_finite
 from engine.lookup import Lookup
 from engine.metrics import Metrics
 from engine.profiler import Profile, timed
@@ -139,8 +140,7 @@ class Decoding:
         return self.limit - len(self.token_ids)
 
     def _choose(self, logits: np.ndarray) -> int:
-        known = logits[: self._vocab_size]
-        if not np.isfinite([known.min(), known.max()]).all():
+        if not are_finite(logits, self._vocab_size):
             kept = np.dtype(self.session.cache.dtype).name
             raise ValueError(
                 f"the logits are not finite: the model overflows float32, or its K and V {kept}"

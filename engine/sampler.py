@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from engine import memory
-from engine.kernels.sampling import adjust, largest_first, log_sum, masked, sample
+from engine.kernels.sampling import adjust, are_finite, largest_first, log_sum, masked, sample
 from engine.kernels.simd import LANES
 from engine.params import SamplingParams, check
 
@@ -68,6 +68,7 @@ class Sampler:
     def compile(cls) -> None:
         """Load or compile the kernels that sampling needs."""
         sampler = cls(SamplingParams(seed=0, logprobs=1, logit_bias={0: 1}), LANES)
+        are_finite(np.zeros(LANES, np.float32), LANES)
         sampler.mask(np.array([-1], np.int32))
         sampler(np.zeros(LANES, np.float32))
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from engine.config import show
 from engine.kernels.jit import kernel
-from engine.kernels.sampling import sample
+from engine.kernels.sampling import are_finite, sample
 from engine.sampler import Sampler, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
@@ -691,3 +691,17 @@ def test_numbers_that_python_does_not_print(name, value):
     or parameters that cannot be written as JSON."""
     with pytest.raises(ValueError, match=f"^{name} is a number of 16610 bits; "):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 100])
+def test_are_finite(n):
+    """One bad logit among the last, or in any lane, that is missed; one behind them that counts."""
+    logits = np.random.default_rng(n).standard_normal(n + 16).astype(np.float32)
+    logits[0] = 3e38
+    logits[n:] = np.nan
+    assert are_finite(logits, n)
+    for i in {0, n // 2, n - 1}:
+        for bad in (np.nan, np.inf, -np.inf):
+            spoiled = logits.copy()
+            spoiled[i] = bad
+            assert not are_finite(spoiled, n), (i, bad)

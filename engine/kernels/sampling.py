@@ -6,8 +6,8 @@ line. So draw a point of the whole line: a token that lies in both stretches is 
 does not, all that comes behind it is out as well: draw again from the line before it. That is a
 uniform draw from what the filters keep, and needs no order, only the mass before one token.
 
-Before that, what a request forbids, takes off or adds (`masked`, `adjust`); beside it, what its
-logprobs need (`largest_first`, `log_sum`).
+Before that, whether they are logits at all (`are_finite`), and what a request forbids, takes off or
+adds (`masked`, `adjust`); beside it, what its logprobs need (`largest_first`, `log_sum`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from engine.kernels.simd import (
     lane_max,
     lane_sum,
     load,
+    splat,
     splatted,
     store,
 )
@@ -63,6 +64,16 @@ def lanes_allowed(tc, value, bits, other):
         return b.select(is_set, value, splatted(b, other))
 
     return f32x16(f32x16, types.intp, types.float32), build
+
+
+@kernel
+def are_finite(logits, n):
+    """Whether none of logits[: n] is NaN or infinite, whose difference to itself is not 0."""
+    total = splat(np.float32(0.0))
+    for i in range(0, n, LANES):
+        x = first_lanes(load(logits, i), n - i, np.float32(0.0))
+        total = total + (x - x)
+    return lane_sum(total) == np.float32(0.0)
 
 
 @kernel

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from traceback import clear_frames
 
+import numpy as np
+
 from engine.cache import BlockPool, PoolFull, PrefixCache
 from engine.decoding import Decoding
 from engine.kernels.runs import Run
@@ -109,6 +111,7 @@ class Scheduler:
         self.n_preemptions = 0
         self.n_prompt_tokens = self.n_cached_tokens = self.n_generated_tokens = 0
         self._n_added = 0
+        self._logits = np.empty((0, 0), np.float32)  # room for a step's
 
     @property
     def is_idle(self) -> bool:
@@ -151,7 +154,10 @@ class Scheduler:
         taken.sort(key=lambda pair: not pair[1].is_prompt)  # prompts first
         runs = [run for _, run in taken]
         try:
-            logits = self.model.new_logits(sum(run.n_logits for run in runs))
+            n = sum(run.n_logits for run in runs)
+            if len(self._logits) < n:
+                self._logits = self.model.new_logits(n)
+            logits = self._logits[:n]
             self.model.forward(runs, logits)
         except Exception as e:
             return events + [(request, self.fail(request, e)) for request, _ in taken]
