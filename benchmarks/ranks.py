@@ -6,10 +6,11 @@ layer alone would stay in the processor's cache and show the cache's speed.
 
 from __future__ import annotations
 
+from engine.kernels.activations import quantize
 from engine.kernels.decode_attention import decode_attention, merge_parts
 from engine.kernels.forward import norm_and_rotate
 from engine.kernels.jit import kernel
-from engine.kernels.matmul import matmul, of_layer, quantize
+from engine.kernels.matmul import matmul, of_layer
 from engine.kernels.prompt_attention import prompt_attention
 from engine.kernels.rmsnorm import rmsnorm_rows
 from engine.kernels.team import barrier, share

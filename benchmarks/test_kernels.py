@@ -13,9 +13,10 @@ from benchmarks.shapes import QWEN3_0_6B
 from engine import SamplingParams, memory
 from engine.cache import BasicKvCache, BlockPool, KvCache, PagedKvCache
 from engine.config import ModelConfig
+from engine.kernels.activations import BLOCK, Inputs, Rows, padded, rows_for
 from engine.kernels.attention import Heads
 from engine.kernels.decode_attention import decode_work_size, part_size
-from engine.kernels.matmul import BLOCK, Q8, Floats, Inputs, Rows, padded, rows_for
+from engine.kernels.matmul import Q8, Floats
 from engine.kernels.prompt_attention import prompt_work_size
 from engine.kernels.rope import rope_table
 from engine.kernels.runs import Run, runs_of

@@ -17,11 +17,12 @@ import numpy as np
 from engine import memory
 from engine.cache import KV_DTYPES, BasicKvCache
 from engine.config import ModelConfig
+from engine.kernels.activations import BLOCK, Inputs, Rows, padded, rows_for
 from engine.kernels.attention import CHUNK
 from engine.kernels.decode_attention import decode_work_size, part_size
 from engine.kernels.forward import Scratch, Sizes, Weights, step
 from engine.kernels.kv import Kv
-from engine.kernels.matmul import BLOCK, Q8, Inputs, Rows, padded, rows_for
+from engine.kernels.matmul import Q8
 from engine.kernels.prompt_attention import prompt_work_size
 from engine.kernels.rope import rope_table
 from engine.kernels.runs import Run, Runs, runs_of

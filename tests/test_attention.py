@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.kernels.activations import Rows
 from engine.kernels.attention import CHUNK, Heads
 from engine.kernels.decode_attention import (
     decode_attention,
@@ -13,7 +14,6 @@ from engine.kernels.decode_attention import (
     part_size,
 )
 from engine.kernels.kv import Kv
-from engine.kernels.matmul import Rows
 from engine.kernels.prompt_attention import prompt_attention, prompt_work_size
 from engine.kernels.runs import Run, runs_of
 from engine.kernels.team import Rank, new_flags

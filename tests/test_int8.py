@@ -14,20 +14,9 @@ import pytest
 from llvmlite import ir
 
 from engine.kernels import int8
+from engine.kernels.activations import Inputs, Rows, block_of, padded, quantize, rows_for, tile_for
 from engine.kernels.int8 import FORM, IN_PAIRS
-from engine.kernels.matmul import (
-    FEW_TOKENS,
-    Q8,
-    Inputs,
-    Rows,
-    block_of,
-    matmul,
-    of_layer,
-    padded,
-    quantize,
-    rows_for,
-    tile_for,
-)
+from engine.kernels.matmul import FEW_TOKENS, Q8, matmul, of_layer
 from engine.kernels.pack import quantize_rows
 from engine.kernels.team import Rank, new_flags
 from engine.loading import quantize as definition

@@ -6,16 +6,8 @@ import numba
 import numpy as np
 import pytest
 
-from engine.kernels.matmul import (
-    FEW_TOKENS,
-    Floats,
-    Inputs,
-    Rows,
-    matmul,
-    of_layer,
-    padded,
-    rows_for,
-)
+from engine.kernels.activations import Inputs, Rows, padded, rows_for
+from engine.kernels.matmul import FEW_TOKENS, Floats, matmul, of_layer
 from engine.kernels.pack import pack_rows
 from engine.kernels.team import Rank, new_flags
 

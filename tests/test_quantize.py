@@ -1,11 +1,15 @@
 """Q8_0: the NumPy definition against ggml's own, and the kernel that packs it against NumPy."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from engine import LLM
 from engine.kernels.int8 import STEP
 from engine.kernels.pack import pack_rows, quantize_rows
 from engine.loading.quantize import BLOCK, as_kept, dequantize, quantize
+from engine.perplexity import perplexity
 
 
 def weights(n: int, k: int, seed: int = 0) -> np.ndarray:
@@ -106,3 +110,14 @@ def test_error_of_q8_0():
     w = np.random.default_rng(0).standard_normal((20, 320), dtype=np.float32)
     peak = np.abs(w).reshape(20, -1, BLOCK).max(-1).repeat(BLOCK, 1)
     assert (np.abs(as_kept(w, "q8_0") - w) <= peak * (0.5 / 127 + 2.0**-10)).all()
+
+
+def test_what_it_costs():
+    """Weights or activations that are kept worse than they could be: nothing else is slower."""
+    text = (Path(__file__).parent / "golden" / "held_out.txt").read_text()
+    exact, kept = LLM(weights="f32"), LLM(weights="q8_0")
+    ids = exact.tokenizer.encode(text)[:4000]
+    assert abs(perplexity(kept, ids) / perplexity(exact, ids) - 1) < 0.001
+    ids = ids[:256]
+    logits = exact.logits(ids)
+    assert np.square(kept.logits(ids) - logits).mean() < 0.012**2 * logits.var()

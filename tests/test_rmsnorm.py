@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.kernels.matmul import Rows
+from engine.kernels.activations import Rows
 from engine.kernels.rmsnorm import rmsnorm, rmsnorm_rows
 
 EPS = 1e-6

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.kernels.activations import BLOCK, padded
 from engine.kernels.int8 import STEP
-from engine.kernels.matmul import BLOCK, by_store, is_q8, padded
+from engine.kernels.matmul import by_store, is_q8
 from engine.kernels.simd import LANES, widen
 
 

@@ -7,25 +7,14 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels import clock
+from engine.kernels.activations import BLOCK, Inputs, Rows, from_row, padded
 from engine.kernels.attention import Heads
 from engine.kernels.clock import lap
 from engine.kernels.decode_attention import decode_attention, merge_parts
 from engine.kernels.embed import embed
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.kv import of_side, write_row
-from engine.kernels.matmul import (
-    BLOCK,
-    Q8,
-    Floats,
-    Inputs,
-    Rows,
-    are_drawn,
-    from_row,
-    matmul,
-    of_layer,
-    padded,
-    prepare,
-)
+from engine.kernels.matmul import Q8, Floats, are_drawn, matmul, of_layer, prepare
 from engine.kernels.prompt_attention import prompt_attention
 from engine.kernels.rmsnorm import rmsnorm, rmsnorm_rows
 from engine.kernels.rope import rotate

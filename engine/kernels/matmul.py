@@ -8,8 +8,7 @@ Floats: column by column, `data[(r // 16 * k + c) * 16 + r % 16] = w[r, c]`, flo
 Q8_0: columns padded to whole blocks of 32, four of them at a time (see int8.py),
 `data[(r // 16 * k + c // 4 * 4) * 16 + r % 16 * 4 + c % 4] = q[r, c] + 128`, with a float16 scale
 for 32 columns of a row, `scales[(r // 16 * (k // 32) + c // 32) * 16 + r % 16]`. Activations are
-quantised as well, in blocks of 32 with a scale of their own. They lie as a tile of tokens reads
-them, see `block_of`.
+quantised as well (activations.py).
 """
 
 from __future__ import annotations
@@ -18,30 +17,19 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import types
-from numba.extending import overload, register_jitable
+from numba.extending import overload
 
+from engine.kernels.activations import BLOCK, block_of, padded, quantize, tile_for
 from engine.kernels.int8 import (
-    IN_PAIRS,
     STEP,
     STEP_GROUPS,
     STEP_TOKENS,
-    store_whole,
     tile_scaled,
     tile_start,
     tile_step,
 )
 from engine.kernels.jit import FLAGS, inlined, kernel
-from engine.kernels.simd import (
-    LANES,
-    lane_max,
-    lane_sum,
-    largest,
-    load,
-    magnitude,
-    nearest,
-    neighbours,
-    prefetch,
-)
+from engine.kernels.simd import LANES, prefetch
 from engine.kernels.team import draw, share
 from engine.kernels.tile import (
     TILE_GROUPS,
@@ -54,11 +42,10 @@ from engine.kernels.tile import (
 )
 
 LINE = 64  # bytes of a cache line
-BLOCK = 32  # weights that share a scale
 # One token's product waits for memory. Four row groups at once are four independent streams and
 # chains of sums, which is what it takes to keep up with it.
 ALONE_GROUPS = 4
-FEW_TOKENS = 32
+FEW_TOKENS = 32  # up to so many, memory sets the pace, or nearly so
 
 
 class Floats(NamedTuple):
@@ -81,63 +68,6 @@ class Matrix(NamedTuple):
     at: int
     n: int
     k: int  # columns as stored
-
-
-class Rows(NamedTuple):
-    """A row for each token: data[at + t * stride : + width], float32."""
-
-    data: np.ndarray
-    at: int
-    stride: int
-
-
-@inlined
-def from_row(rows, row):
-    """The rows from `row` on."""
-    return Rows(rows.data, rows.at + row * rows.stride, rows.stride)
-
-
-class Inputs(NamedTuple):
-    """Rows that a matrix multiplies, and room for what they are as Q8_0.
-
-    There are rows for whole tiles of tokens: T = `rows_for(n_tokens)`.
-    """
-
-    rows: Rows
-    q: np.ndarray  # (T * stride / 32, 32) int8, in the order of `block_of`
-    scales: np.ndarray  # (T * stride / 32,) float32, of each block
-    starts: np.ndarray  # (T * stride / 32,) int32, -128 times the sum of a block of q
-
-
-def rows_for(n_tokens: int) -> int:
-    """Rows that Inputs of so many tokens need: whole tiles of them."""
-    return 1 if n_tokens == 1 else n_tokens + max(TILE_TOKENS, STEP_TOKENS) - 1
-
-
-@inlined
-def tile_for(n_tokens):
-    """How many of n tokens a tile of integers takes: of 8 it is 4 and 4, not 5 and 3 in one of 5.
-
-    There are tiles of 1 to 4 tokens, and of the most that the processor has registers for.
-    """
-    passes = (n_tokens + STEP_TOKENS - 1) // STEP_TOKENS
-    n = (n_tokens + passes - 1) // passes
-    return n if n <= 4 else STEP_TOKENS
-
-
-@inlined
-def block_of(t, c, n_blocks, tile):
-    """Which block of quantised activations holds column c of token t, of n_blocks to a token.
-
-    Those that a tile of tokens reads together are neighbours, and those that it reads next follow.
-    """
-    return (t // tile * n_blocks + c // BLOCK) * tile + t % tile
-
-
-@register_jitable  # to Python it is plain Python: nothing to compile at every start
-def padded(n):
-    """n rounded up to whole blocks."""
-    return (n + BLOCK - 1) // BLOCK * BLOCK
 
 
 def is_q8(store) -> bool:
@@ -203,8 +133,8 @@ def matmul(out, w, x, n_tokens, add, me):
 def are_drawn(n_tokens):
     """Whether ranks draw a matrix's rows: then none waits for a rank that others hold up.
 
-    Few tokens wait for memory, which is faster where a rank reads on, and a rank's rows, quantised
-    by itself, save a barrier.
+    Of few tokens each has a part of its own: memory is faster where a rank reads on, and who
+    quantises what it computed saves a barrier.
     """
     return n_tokens > FEW_TOKENS
 
@@ -320,33 +250,3 @@ def prepare_for(store, x, n_tokens, first, last, start, stop):
         quantize(x, n_tokens, first, last, start, stop)
 
     return q8 if is_q8(store) else lambda store, x, n_tokens, first, last, start, stop: None
-
-
-@kernel
-def quantize(x, n_tokens, first, last, start, stop):
-    """Quantise Inputs x in blocks of 32: scale = the largest reach / 127, q = x / scale rounded."""
-    n_blocks, tile = x.rows.stride // BLOCK, tile_for(n_tokens)
-    for t in range(first, last):
-        row = x.rows.at + t * x.rows.stride
-        for c in range(start, stop, BLOCK):
-            low, high = load(x.rows.data, row + c), load(x.rows.data, row + c + LANES)
-            peak = lane_max(largest(reach(low), reach(high)))
-            inverse = np.float32(127.0) / peak if peak > 0 else np.float32(0.0)
-            low, high = nearest(low * inverse), nearest(high * inverse)
-            block = block_of(t, c, n_blocks, tile)
-            store_whole(x.q, block * BLOCK, low)
-            store_whole(x.q, block * BLOCK + LANES, high)
-            x.scales[block] = peak / np.float32(127.0)
-            x.starts[block] = np.int32(-128.0 * lane_sum(low + high))
-
-
-@inlined
-def reach(x):
-    """What a scale has to hold of 16 activations: |x|, and of pairs the sum as well.
-
-    A pair of one sign then is 128 together, rounded: with weights up to 255, 32,640 of 16 bits'
-    32,767. Of two signs it cannot be more than one of them alone.
-    """
-    if IN_PAIRS:
-        return largest(magnitude(x + neighbours(x)), magnitude(x))
-    return magnitude(x)

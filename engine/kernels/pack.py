@@ -6,9 +6,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from engine.kernels.activations import BLOCK, padded
 from engine.kernels.int8 import STEP, half
 from engine.kernels.jit import inlined, kernel
-from engine.kernels.matmul import BLOCK, padded
 from engine.kernels.simd import I16, I32, LANES, widen
 
 

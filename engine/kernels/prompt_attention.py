@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.kernels.activations import from_row
 from engine.kernels.attention import CHUNK, LOWEST, softmax_chunk
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.kv import of_side, stretch
-from engine.kernels.matmul import from_row
 from engine.kernels.simd import LANES, exp, lane_max, load, splat, store, transpose, widen
 from engine.kernels.tile import TILE_TOKENS, tile_dot, tile_store, tile_zero
 

@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from engine import memory
 from engine.config import ModelConfig
+from engine.kernels.activations import BLOCK, padded
 from engine.kernels.forward import Weights
-from engine.kernels.matmul import BLOCK, Q8, Floats, padded
+from engine.kernels.matmul import Q8, Floats
 from engine.kernels.pack import pack_rows, quantize_rows
 from engine.loading.checkpoint import Checkpoint
 from engine.loading.quantize import as_kept
