@@ -14,7 +14,7 @@ from engine.kernels.decode_attention import decode_attention, merge_parts
 from engine.kernels.embed import embed
 from engine.kernels.jit import inlined, kernel
 from engine.kernels.kv import of_side, write_row
-from engine.kernels.matmul import Q8, Floats, are_drawn, matmul, of_layer, prepare
+from engine.kernels.matmul import Q8, Floats, matmul, of_layer, prepare
 from engine.kernels.prompt_attention import prompt_attention
 from engine.kernels.rmsnorm import rmsnorm, rmsnorm_rows
 from engine.kernels.rope import rotate
@@ -140,7 +140,7 @@ def step(me, sizes, weights, rope, kv, runs, ids, s, logits):
         lap(me, clock.MATMUL_GATE)
         matmul(up, of_layer(weights.w_up, layer, hidden_dim, dim), h, n, False, me)
         lap(me, clock.MATMUL_UP)
-        if are_drawn(n):  # else a rank goes on with the columns that it computed
+        if n > 1:  # one token's columns are those that this rank computed
             barrier(me)
         a, z = share(hidden_row // BLOCK, me)
         swiglu(gate.rows, up, n, a * BLOCK, z * BLOCK)

@@ -45,7 +45,7 @@ LINE = 64  # bytes of a cache line
 # One token's product waits for memory. Four row groups at once are four independent streams and
 # chains of sums, which is what it takes to keep up with it.
 ALONE_GROUPS = 4
-FEW_TOKENS = 32  # up to so many, memory sets the pace, or nearly so
+SHARED = 75  # per cent of several tokens' rows that are not drawn: memory is faster in one piece
 
 
 class Floats(NamedTuple):
@@ -107,36 +107,29 @@ def matmul(out, w, x, n_tokens, add, me):
     """out[t, r] = sum over c of w[r, c] * x[t, c], for this rank's share of the rows r of w.
 
     out: Rows, (n_tokens, w.n) with room for w.n padded to 16. x: Inputs, (n_tokens, w.k).
-    With `add` the product is added to what `out` holds. Ranks share rows by blocks of 32, so that
-    what a rank computed it can quantise, unless they draw them, a tile's at a time (`are_drawn`).
+    With `add` the product is added to what `out` holds. One token's rows are shared by blocks of
+    32, so that what a rank computed it can quantise. Of several tokens, who is done with its share
+    of most of the rows goes on with tiles of the rest: else all would wait for a rank whose
+    processor others use as well.
     """
     n_groups = (w.n + LANES - 1) // LANES
-    size = most_groups(w.store)
-    if are_drawn(n_tokens):
-        n = (n_groups + size - 1) // size
-        i = draw(n, me)
-        while i < n:
-            following = draw(n, me)
-            last = min((i + 1) * size, n_groups)
-            many_tokens(w.store, out, w, x, i * size, last, (following - i) * size, n_tokens, add)
-            i = following
-        return
-    g, last = share(padded(w.n) // BLOCK, me)
-    g, last = g * BLOCK // LANES, min(last * BLOCK // LANES, n_groups)
     if n_tokens == 1:
-        by_tiles(tile_zero(ALONE_GROUPS, 1), tile_zero(1, 1), out, w, x, g, last, 0, 1, add)
-    else:
-        many_tokens(w.store, out, w, x, g, last, size, n_tokens, add)
-
-
-@inlined
-def are_drawn(n_tokens):
-    """Whether ranks draw a matrix's rows: then none waits for a rank that others hold up.
-
-    Of few tokens each has a part of its own: memory is faster where a rank reads on, and who
-    quantises what it computed saves a barrier.
-    """
-    return n_tokens > FEW_TOKENS
+        g, last = share(padded(w.n) // BLOCK, me)
+        g, last = g * BLOCK // LANES, min(last * BLOCK // LANES, n_groups)
+        by_tiles(tile_zero(ALONE_GROUPS, 1), tile_zero(1, 1), out, w, x, g, last, last, 1, add)
+        return
+    size = most_groups(w.store)
+    n_tiles = (n_groups + size - 1) // size
+    shared = n_tiles * SHARED // 100
+    g, last = share(shared, me)
+    many_tokens(w.store, out, w, x, g * size, last * size, last * size, n_tokens, add)
+    n = n_tiles - shared
+    i = draw(n, me)
+    while i < n:
+        following = draw(n, me)
+        g, ahead = (shared + i) * size, (shared + following) * size
+        many_tokens(w.store, out, w, x, g, min(g + size, n_groups), ahead, n_tokens, add)
+        i = following
 
 
 def most_groups(store):
@@ -150,7 +143,7 @@ def most_groups_for(store):
 
 
 def many_tokens(store, out, w, x, g, last, ahead, n_tokens, add):
-    """Several tokens times row groups g to last; those that are `ahead` of any are wanted next."""
+    """Several tokens times row groups g to last, and then, so far as is known, those at `ahead`."""
 
 
 @by_store(many_tokens)
@@ -188,16 +181,18 @@ def by_tiles(wide, narrow, out, w, x, g, last, ahead, n_tokens, add):
 def all_tokens(zero, out, w, x, g, last, ahead, n_tokens, add):
     """Every token times row groups g to last, as many of them as fill the empty tile `zero`.
 
-    The weights of those `ahead` are asked for meanwhile, evenly: otherwise a few tokens wait for
-    memory first and multiply then, 1.3 times as long.
+    The weights of the next groups, behind the last of them those at `ahead`, are asked for
+    meanwhile, evenly: otherwise a few tokens wait for memory first and multiply then, 1.3 times as
+    long.
     """
     groups, passes = tile_groups(zero), (n_tokens - 1) // tile_tokens(zero) + 1
     share_of = groups * LANES // passes
     while g + groups <= last:
         at = w.at + g * LANES * w.k
+        next_at = w.at + (g + groups if g + groups < last else ahead) * LANES * w.k
         for i in range(passes):
             t = i * tile_tokens(zero)
-            asked = at + (ahead * LANES + i * share_of) * w.k
+            asked = next_at + i * share_of * w.k
             total = dot_rows(w.store, zero, at, w.k, x, t, asked, share_of)
             to = out.at + t * out.stride + g * LANES
             valid = min(tile_tokens(zero), n_tokens - t)
