@@ -262,6 +262,27 @@ def test_control_c(team, busy):
     assert works(team)
 
 
+@pytest.mark.parametrize("team", [2, 3], indirect=True)
+def test_control_c_while_ranks_start(team, monkeypatch):
+    """A rank that was started, but is not known yet, goes on in arrays that its caller frees."""
+    submit, ended = team._submit, []
+
+    def interrupted(*args):
+        submit(*args)
+        raise KeyboardInterrupt
+
+    def slow(me):
+        time.sleep(0.2)
+        ended.append(me.rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(team, "_submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            team.run(slow)
+    assert ended == [1]
+    assert works(team)
+
+
 def test_more_ranks_than_processors():
     """Ranks that spin for a time slice while the one they wait for has no processor: a barrier then
     takes 15 ms and more, where a twentieth is normal."""
