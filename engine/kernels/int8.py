@@ -62,20 +62,21 @@ STEP_GROUPS, STEP_TOKENS = {"vnni": (2, 6), "neon": (1, 6), "portable": (1, 2)}.
 BYTES = ir.VectorType(I8, STEP * LANES)
 
 
-def part(b, v, start, size):
-    """Elements start to start + size of a vector."""
-    return b.shuffle_vector(
-        v, v, ir.Constant(ir.VectorType(I32, size), [*range(start, start + size)])
-    )
+def lanes(start, n):
+    """A shuffle's choice of n elements from `start` on."""
+    return ir.Constant(ir.VectorType(I32, n), [*range(start, start + n)])
+
+
+def part(b, v, start, n):
+    """Elements start to start + n of a vector."""
+    return b.shuffle_vector(v, v, lanes(start, n))
 
 
 def joined(b, parts):
     """Vectors of one size, 1, 2 or 4 of them, as one."""
     while len(parts) > 1:
-        order = ir.Constant(
-            ir.VectorType(I32, 2 * parts[0].type.count), [*range(2 * parts[0].type.count)]
-        )
-        parts = [b.shuffle_vector(*parts[i : i + 2], order) for i in range(0, len(parts), 2)]
+        both = lanes(0, 2 * parts[0].type.count)
+        parts = [b.shuffle_vector(*parts[i : i + 2], both) for i in range(0, len(parts), 2)]
     return parts[0]
 
 
@@ -88,14 +89,11 @@ def dots(b, acc, weights, x):
     """acc + 16 sums of STEP products; x, an int32, holds the activations."""
     width = WIDTHS[FORM]
     x = b.bitcast(splatted(b, x, ir.VectorType(I32, width)), ir.VectorType(I8, STEP * width))
-    starts = range(0, LANES, width)
-    return joined(
-        b,
-        [
-            dot(b, part(b, acc, i, width), part(b, weights, STEP * i, STEP * width), x)
-            for i in starts
-        ],
-    )
+    sums = [
+        dot(b, part(b, acc, i, width), part(b, weights, STEP * i, STEP * width), x)
+        for i in range(0, LANES, width)
+    ]
+    return joined(b, sums)
 
 
 def dot(b, acc, weights, x):
