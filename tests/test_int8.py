@@ -147,6 +147,24 @@ def test_quantised_activations():
     assert not q[1].any() and np.abs(q[2, 0]).min() == 127
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(value):
+    """A NaN that becomes 0, or anything else: of V that overflowed, fluent nonsense."""
+    w = random(16, 64)
+    for at in range(64):
+        x = random(2, 64)
+        x[0, at] = value
+        found = product(w, inputs_of(x), 2)
+        assert not np.isfinite(found[0]).any() and np.isfinite(found[1]).all(), at
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-37, 1e-38, 1e-44])
+def test_smallest_values(scale):
+    """127 / peak is infinite: a block of 1e-37 adds up to 1e-31."""
+    w, x = random(16, 64), random(2, 64) * np.float32(scale)
+    np.testing.assert_allclose(product(w, inputs_of(x), 2), x @ w.T, rtol=0, atol=1e-34)
+
+
 SCRIPT = """
 import hashlib, json, sys
 sys.path.insert(0, sys.argv[1])

@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 
 from engine.kernels.team import (
+    ARRIVED,
     BROKEN,
     DRAWN,
+    FIRST,
+    HELD,
     LINE,
     OWN,
+    PASSED,
     Rank,
     barrier,
     break_team,
@@ -146,7 +150,11 @@ def test_flags_keep_apart():
     flags = new_flags(3)
     flags[BROKEN] = 1
     assert flags[0] == 0 and len(flags) == OWN + 3 * LINE
-    assert not any(at % LINE for at in (BROKEN, DRAWN, OWN))
+    owners = [[ARRIVED], [BROKEN], [DRAWN]]
+    owners += [[OWN + rank * LINE + of for of in (PASSED, FIRST, HELD)] for rank in range(3)]
+    for start in range(0, 64, 8):  # where in a line the array begins
+        lines = [{(start + 8 * at) // 64 for at in places} for places in owners]
+        assert sum(map(len, lines)) == len(set().union(*lines)), start
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7])

@@ -26,6 +26,7 @@ from engine.kernels.simd import (
 from engine.kernels.tile import TILE_TOKENS
 
 BLOCK = 32  # weights, or activations, that share a scale
+LEAST = np.float32(1e-36)  # 127 divided by 3.7e-37 or less is infinite: such a block is zeros
 
 
 class Rows(NamedTuple):
@@ -87,28 +88,33 @@ def block_of(t, c, n_blocks, tile):
 
 @kernel
 def quantize(x, n_tokens, first, last, start, stop):
-    """Quantise Inputs x in blocks of 32: scale = the largest reach / 127, q = x / scale rounded."""
+    """Quantise Inputs x in blocks of 32: scale = the largest reach / 127, q = x / scale rounded.
+
+    No q stands for NaN or infinity: their block's scale is NaN or infinite, and so is all that is
+    multiplied with it.
+    """
     n_blocks, tile = x.rows.stride // BLOCK, tile_for(n_tokens)
     for t in range(first, last):
         row = x.rows.at + t * x.rows.stride
         for c in range(start, stop, BLOCK):
             low, high = load(x.rows.data, row + c), load(x.rows.data, row + c + LANES)
             peak = lane_max(largest(reach(low), reach(high)))
-            inverse = np.float32(127.0) / peak if peak > 0 else np.float32(0.0)
+            inverse = np.float32(127.0) / peak if peak > LEAST else np.float32(0.0)
             low, high = nearest(low * inverse), nearest(high * inverse)
             block = block_of(t, c, n_blocks, tile)
             store_whole(x.q, block * BLOCK, low)
             store_whole(x.q, block * BLOCK + LANES, high)
-            x.scales[block] = peak / np.float32(127.0)
-            x.starts[block] = np.int32(-128.0 * lane_sum(low + high))
+            total = lane_sum(low + high)
+            x.scales[block] = peak / np.float32(127.0) + (total - total)  # + 0, or NaN
+            x.starts[block] = np.int32(-128.0 * total)
 
 
 @inlined
 def reach(x):
     """What a scale has to hold of 16 activations: |x|, and of pairs the sum as well.
 
-    A pair of one sign then is 128 together, rounded: with weights up to 255, 32,640 of 16 bits'
-    32,767. Of two signs it cannot be more than one of them alone.
+    A pair of one sign then is at most 128 together, rounded: with weights up to 255, 32,640 of 16
+    bits' 32,767. Of two signs it cannot be more than one of them alone.
     """
     if IN_PAIRS:
         return largest(magnitude(x + neighbours(x)), magnitude(x))

@@ -143,7 +143,7 @@ def most_groups_for(store):
 
 
 def many_tokens(store, out, w, x, g, last, ahead, n_tokens, add):
-    """Several tokens times row groups g to last, and then, so far as is known, those at `ahead`."""
+    """Several tokens times row groups g to last; those at `ahead` come next, so far as is known."""
 
 
 @by_store(many_tokens)

@@ -1,9 +1,10 @@
 """Ranks and the barrier where they meet.
 
 A step is one compiled call that N threads run at once, each as a rank with its own share of every
-operation, or with as much of it as it gets to. `flags` is an int64 array, a cache line for each of:
-how often ranks arrived, whether the team is broken, how many tickets were drawn, and, of each rank,
-how many barriers it passed, which ticket is the first of its operation, and which it holds.
+operation, or with as much of it as it gets to. `flags` is an int64 array: in cache lines of their
+own stand how often ranks arrived, whether the team is broken, how many tickets were drawn, and, of
+each rank, how many barriers it passed, which ticket is the first of its operation, and which it
+holds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Rank(NamedTuple):
     clock: np.ndarray = NO_CLOCK  # of clock.py; empty: no times are taken
 
 
-LINE = 8  # int64 in a cache line
+LINE = 16  # int64 in two cache lines: NumPy's arrays begin anywhere in one
 ARRIVED, BROKEN, DRAWN, OWN = 0, LINE, 2 * LINE, 3 * LINE
 PASSED, FIRST, HELD = 0, 1, 2  # in the line of a rank
 SPINS = 20_000  # 13 us and more; then the processor is given to whoever else needs it
