@@ -286,7 +286,7 @@ class LLM:
 
     @cached_property
     def _fingerprint(self) -> dict[str, str]:
-        """What rows of K and V depend on: snapshots of another are refused."""
+        """What rows of K and V depend on, processors aside: snapshots of another are refused."""
         found = hashlib.sha256(repr(self.config).encode())
         for array in self._model.arrays():
             found.update(array)

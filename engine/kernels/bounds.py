@@ -51,10 +51,10 @@ def multiply_bytes(me, out, w, scales, x, x_scales, starts, passes):
     What it adds up to is of no use, and passes 2^31 on the way.
     """
     total = tile_zero(STEP_GROUPS, STEP_TOKENS)
-    acc = tile_start(total, starts, 0, 1)
+    acc = tile_start(total, starts, 0)
     for _ in range(passes):
         for i in range(0, COLUMNS, STEP):
             acc = tile_step(acc, w, i * LANES, COLUMNS * LANES, x, i, COLUMNS)
-    total = tile_scaled(total, acc, scales, 0, LANES, x_scales, 0, 1)
+    total = tile_scaled(total, acc, scales, 0, LANES, x_scales, 0)
     at = me.rank * (len(out) // me.ranks)
     tile_store(out, at, STEP_GROUPS * LANES, STEP_TOKENS, total, False)

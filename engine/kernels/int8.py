@@ -30,6 +30,7 @@ from engine.kernels.simd import (
     I8,
     I16,
     I32,
+    I64,
     LANES,
     V_F32,
     V_I32,
@@ -116,8 +117,9 @@ def dot(b, acc, weights, x):
 
 
 @intrinsic
-def tile_start(tc, total, starts, at, stride):
-    """A tile of int32 of the shape of `total`, before a block: all lanes of a token are its start.
+def tile_start(tc, total, starts, at):
+    """A tile of int32 of the shape of `total`, before a block: all lanes of token t are its start,
+    starts[at + t].
 
     A start is -128 times the sum of the block's activations, which undoes the weights' bias.
     """
@@ -126,14 +128,14 @@ def tile_start(tc, total, starts, at, stride):
     def build(ctx, b, sig, args):
         out = ir.Constant(ctx.get_value_type(tile), None)
         if FORM != "neon":
-            for t, p in enumerate(token_addresses(ctx, b, tile, sig.args[1], *args[1:], 1)):
+            places = token_addresses(ctx, b, tile, sig.args[1], *args[1:], I64(1), 1)
+            for t, p in enumerate(places):
                 start = splatted(b, b.load(p), V_I32)
                 for g in range(tile.groups):
                     out = b.insert_value(out, start, g * tile.tokens + t)
         return out
 
-    size = types.intp
-    return tile(total, starts, size, size), build
+    return tile(total, starts, types.intp), build
 
 
 @intrinsic
@@ -159,13 +161,13 @@ def tile_step(tc, acc, w, w_at, w_stride, x, x_at, x_stride):
 
 
 @intrinsic
-def tile_scaled(tc, total, acc, scales, at, stride, x_scales, x_at, x_stride):
-    """total[g, t] += float(acc[g, t]) * (scales[at + g * stride : + 16] * x_scales[t])."""
+def tile_scaled(tc, total, acc, scales, at, stride, x_scales, x_at):
+    """total[g, t] += float(acc[g, t]) * (scales[at + g * stride : + 16] * x_scales[x_at + t])."""
 
     def build(ctx, b, sig, args):
-        total, acc, scales, at, stride, x_scales, x_at, x_stride = args
+        total, acc, scales, at, stride, x_scales, x_at = args
         tile = sig.args[0]
-        places = token_addresses(ctx, b, tile, sig.args[5], x_scales, x_at, x_stride, 1)
+        places = token_addresses(ctx, b, tile, sig.args[5], x_scales, x_at, I64(1), 1)
         tokens = [splatted(b, b.load(p)) for p in places]
         for g in range(tile.groups):
             group = b.add(at, b.mul(stride, ir.Constant(at.type, g)))
@@ -185,7 +187,7 @@ def tile_scaled(tc, total, acc, scales, at, stride, x_scales, x_at, x_stride):
         return total
 
     size = types.intp
-    return total(total, acc, scales, size, size, x_scales, size, size), build
+    return total(total, acc, scales, size, size, x_scales, size), build
 
 
 @intrinsic

@@ -112,6 +112,8 @@ def matmul(out, w, x, n_tokens, add, me):
     of most of the rows goes on with tiles of the rest: else all would wait for a rank whose
     processor others use as well.
     """
+    if n_tokens == 0:  # no logits are wanted amid a prompt
+        return
     n_groups = (w.n + LANES - 1) // LANES
     if n_tokens == 1:
         g, last = share(padded(w.n) // BLOCK, me)
@@ -219,7 +221,7 @@ def dot_rows_for(store, zero, at, k, x, t, asked, share_of):
         group, total = k * LANES, zero
         for c in range(0, k, BLOCK):
             block = block_of(t, c, x.rows.stride // BLOCK, tile_tokens(zero))
-            acc = tile_start(total, x.starts, block, 1)
+            acc = tile_start(total, x.starts, block)
             for i in range(c, min(c + BLOCK, k), STEP):  # "min": LLVM would unroll, and spill
                 x_at = block * BLOCK + i - c
                 acc = tile_step(acc, store.data, at + i * LANES, group, x.q, x_at, BLOCK)
@@ -227,9 +229,8 @@ def dot_rows_for(store, zero, at, k, x, t, asked, share_of):
                     for line in range(tile_groups(zero)):
                         prefetch(store.data, asked + i * share_of + line * LINE)
             scale_at = (at + c * LANES) // BLOCK
-            total = tile_scaled(
-                total, acc, store.scales, scale_at, group // BLOCK, x.scales, block, 1
-            )
+            step = group // BLOCK
+            total = tile_scaled(total, acc, store.scales, scale_at, step, x.scales, block)
         return total
 
     return q8 if is_q8(store) else floats
