@@ -12,8 +12,8 @@ their products to a tile of int32, in the form that suits the processor:
 
 All but "neon" sum (q + 128) x, so a block starts at -128 times the sum of its activations.
 
-Other ways of AVX2, by their speed on Zen 3, whose integers are multiplied in two of four pipes:
-vpmaddwd on weights widened to 16 bits 0.8, the signs moved from x to the weights by vpsignb 0.6.
+On Zen 3, whose integers are multiplied in two of four pipes, vpmaddwd on weights widened to 16 bits
+has 0.8 times the speed; with the signs moved by vpsignb instead it was slower than that.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if FORM not in FORMS:
 STEP = 4  # columns of a step
 IN_PAIRS = FORM == "avx2"  # two neighbouring products are added in 16 bits
 # Lanes of an instruction, row groups and tokens of a tile. AVX-512: 12 of 32 registers. AVX: 10 of
-# 16, since with 12 LLVM keeps two in memory and is 5% slower.
+# 16, which leaves room for weights, activations and products.
 WIDTHS = {"vnni": LANES, "avxvnni": 8, "avx2": 8, "neon": 4, "portable": LANES}
 STEP_GROUPS, STEP_TOKENS = {"vnni": (2, 6), "neon": (1, 6), "portable": (1, 2)}.get(FORM, (1, 5))
 BYTES = ir.VectorType(I8, STEP * LANES)
